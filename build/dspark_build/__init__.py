@@ -1,0 +1,1 @@
+"""Offline side: checkpoints, training, evaluation, calibration, cost curves, export, TensorRT engines."""

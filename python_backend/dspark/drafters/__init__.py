@@ -1,0 +1,1 @@
+"""Drafters: everything that proposes tokens, behind one interface. See `interface`."""

@@ -1,0 +1,81 @@
+"""The contract between the engine and every drafter: four verbs, two value objects.
+
+    allocate  once: caches beside the target's, same pages
+    propose   one block for each sequence that may draft
+    observe   features of newly committed rows (drafters with `feature_layer_ids` only)
+
+A drafter never commits, never verifies and never sees the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.executors.interface import Float32, Int32
+from dspark.sampling.distribution import Distribution
+from dspark.sampling.transforms import TokenSampler
+
+__all__ = ["DraftBlock", "DraftInput", "Drafter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInput:
+    """What a drafter may know of one sequence.
+
+    `token_ids` is prompt + output, its last entry the anchor, whose position is len(token_ids) - 1. `sampler` is the
+    request's own: drafts are drawn through it, so that q is the distribution they were really drawn from.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    max_drafts: int  # no more are wanted (cap, length left)
+    sampler: TokenSampler
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBlock:
+    """Up to G drafts for each of R sequences.
+
+    `distributions[i][k]` is q_k of sequence i, None for a token that was looked up or is an arg-max (one-hot).
+    """
+
+    tokens: Int32  # [R, G], undefined past num_tokens
+    num_tokens: Int32  # [R]
+    distributions: tuple[tuple[Distribution | None, ...], ...] | None  # None = all one-hot
+    confidence_logits: Float32 | None  # [R, G], None without a confidence head
+
+    @classmethod
+    def empty(cls, num_sequences: int, block_size: int) -> DraftBlock:
+        return cls(
+            tokens=np.zeros((num_sequences, block_size), np.int32),
+            num_tokens=np.zeros(num_sequences, np.int32),
+            distributions=None,
+            confidence_logits=None,
+        )
+
+    def confidence(self) -> npt.NDArray[np.float32] | None:
+        """Return c_k = sigmoid(logit) [R, G]."""
+        if self.confidence_logits is None:
+            return None
+        return (1.0 / (1.0 + np.exp(-self.confidence_logits.astype(np.float64)))).astype(np.float32)
+
+
+class Drafter(Protocol):
+    name: str
+    block_size: int  # G, the most drafts of one step; 0 = never drafts
+    feature_layer_ids: tuple[int, ...]  # target layers it wants features of, () for none
+
+    def allocate_cache(self, *, num_pages: int, page_size: int) -> None: ...
+
+    def cache_page_bytes(self, page_size: int) -> int: ...
+
+    def propose(self, inputs: Sequence[DraftInput]) -> DraftBlock: ...
+
+    def observe(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
+        """Take the features [N, m*d] of rows whose tokens are now committed; called before the next `propose`."""

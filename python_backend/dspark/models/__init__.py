@@ -1,0 +1,1 @@
+"""Checkpoints and the models they describe: configuration, weights, tokenizers."""

@@ -1,0 +1,1 @@
+"""How many drafted tokens each request may verify: pure functions over arrays."""

@@ -1,0 +1,1 @@
+"""The Triton model and its launcher; the wire contract lives here."""
