@@ -130,9 +130,10 @@ class StepRecord:
 
 @dataclass(slots=True, kw_only=True)
 class SpecMetrics:
-    """Counts of one request, for the perf metrics of its answer."""
+    """Counts of one request, for the perf metrics of its answer. Times are on time.time_ns()'s clock."""
 
-    num_spec_steps: int = 0
+    seed: int = 0  # the one given, or the one drawn
+    num_spec_steps: int = 0  # decoding steps
     num_draft_tokens: int = 0  # drafts verified
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [k] = steps that accepted k drafts

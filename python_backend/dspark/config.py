@@ -1,0 +1,167 @@
+"""Settings of one served model: `model.yaml`, then `DSPARK_*` environment variables, then command-line options.
+
+Reading them touches neither model nor torch; every problem is listed at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dspark.errors import ConfigError
+
+__all__ = ["ServeConfig", "load_serve_config", "parse_bytes"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+EXECUTORS = ("auto", "native", "torch")
+RULES = ("auto", "rejection", "coupled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """What is served and with what limits.
+
+    target: Hugging Face folder, `.gguf` file, or hub name.
+    drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
+    policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, ...
+    rule: `rejection`, `coupled`, or `auto` (coupled for requests that name a seed).
+    max_context_len: 0 = the model's own.
+    max_step_tokens: prompt tokens computed in one step beside the decoding rows.
+    num_threads: 0 = one per core.
+    """
+
+    target: str = ""
+    drafter: str = "auto"
+    dtype: str = "auto"
+    executor: str = "auto"
+    policy: str = "auto"
+    rule: str = "auto"
+    max_batch_size: int = 64
+    max_context_len: int = 0
+    max_step_tokens: int = 256
+    page_size: int = 16
+    cache_bytes: int = 1 << 30
+    num_threads: int = 0
+    max_queue_size: int = 1024
+
+
+def parse_bytes(value: object) -> int:
+    """Return a number of bytes from an integer or a text such as `512MiB` or `2 GB`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("a number of bytes such as 1073741824, 512MiB or 2GB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        allowed = f"a whole number from {low} to {high}"
+        try:
+            number = int(str(value))
+        except ValueError:
+            raise ValueError(allowed) from None
+        if isinstance(value, bool) or not low <= number <= high:
+            raise ValueError(allowed)
+        return number
+
+    return parse
+
+
+def _one_of(*names: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in names:
+            raise ValueError("one of " + ", ".join(names))
+        return str(value)
+
+    return parse
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a non-empty text")
+    return value
+
+
+def _cache_bytes(value: object) -> int:
+    number = parse_bytes(value)
+    if number < 1:
+        raise ValueError("at least 1 byte")
+    return number
+
+
+_PARSERS: dict[str, Callable[[object], object]] = {
+    "target": _text,
+    "drafter": _text,
+    "dtype": _one_of(*DTYPES),
+    "executor": _one_of(*EXECUTORS),
+    "policy": _text,
+    "rule": _one_of(*RULES),
+    "max_batch_size": _whole(1, 4096),
+    "max_context_len": _whole(0, 1 << 24),
+    "max_step_tokens": _whole(1, 1 << 20),
+    "page_size": _whole(1, 4096),
+    "cache_bytes": _cache_bytes,
+    "num_threads": _whole(0, 4096),
+    "max_queue_size": _whole(1, 1 << 20),
+}
+assert set(_PARSERS) == {f.name for f in fields(ServeConfig)}
+
+
+def load_serve_config(
+    path: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> ServeConfig:
+    """Read settings; later sources win: file, `DSPARK_<NAME>` variables, overrides (None = not given).
+
+    Raises:
+        ConfigError: listing every problem of every source.
+    """
+    sources: list[tuple[str, Mapping[str, object]]] = []
+    problems: list[str] = []
+    if path is not None:
+        sources.append((str(path), _read_yaml(path)))
+    variables = {name: environ[f"DSPARK_{name.upper()}"] for name in _PARSERS if environ.get(f"DSPARK_{name.upper()}")}
+    sources.append(("environment", variables))
+    sources.append(("options", {k: v for k, v in (overrides or {}).items() if v is not None}))
+    values: dict[str, object] = {}
+    for origin, given in sources:
+        for name, value in given.items():
+            if name not in _PARSERS:
+                problems.append(f"{origin}: unknown setting {name!r}, allowed are {', '.join(_PARSERS)}")
+                continue
+            try:
+                values[name] = _PARSERS[name](value)
+            except ValueError as error:
+                problems.append(f"{origin}: {name}: got {value!r}, allowed is {error}")
+    if not values.get("target") and not any(": target:" in problem for problem in problems):
+        problems.append("target: not given, allowed is a Hugging Face folder, a .gguf file or a hub name")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return ServeConfig(**values)  # type: ignore[arg-type]  # each value went through its own parser
+
+
+def _read_yaml(path: Path) -> Mapping[str, object]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: got a {type(content).__name__}, allowed is a mapping of settings")
+    # `target: ${DSPARK_TARGET}`-style indirection is not needed: the environment wins anyway.
+    return {str(key): value for key, value in content.items() if value is not None}

@@ -1,0 +1,56 @@
+"""What an engine may use, and which requests it can never serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspark.errors import RequestError
+from dspark.request import Request
+
+__all__ = ["EngineLimits", "check_request"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one engine may use. `max_step_tokens` bounds prompt rows of a step; drafts come on top."""
+
+    max_batch_size: int
+    max_context_len: int  # tokens of one sequence, prompt and answer
+    max_step_tokens: int
+    num_pages: int
+    page_size: int
+
+
+def check_request(request: Request, *, vocab_size: int, limits: EngineLimits, has_tokenizer: bool) -> None:
+    """Refuse what can never be served.
+
+    Raises:
+        RequestError: naming the field, the value and what is allowed.
+    """
+    params = request.params
+    _check_tokens("input_ids", request.prompt_ids, vocab_size)
+    prompt_len, context = len(request.prompt_ids), limits.max_context_len
+    if prompt_len == 0:
+        raise RequestError("input_ids", [], "at least one prompt token")
+    if prompt_len >= context:
+        raise RequestError("input_ids", f"{prompt_len} tokens", f"prompts of at most {context - 1} tokens")
+    if params.max_tokens > context - prompt_len:
+        allowed = f"1 to {context - prompt_len} (context {context}, prompt {prompt_len})"
+        raise RequestError("max_tokens", params.max_tokens, allowed)
+    room = limits.num_pages * limits.page_size
+    if prompt_len + params.max_tokens > room:
+        allowed = f"prompt and answer of at most {room} tokens, the whole cache; start with more cache bytes"
+        raise RequestError("max_tokens", params.max_tokens, allowed)
+    if params.end_id is not None and params.end_id != -1:
+        _check_tokens("end_id", (params.end_id,), vocab_size)
+    _check_tokens("stop_token_ids", params.stop_token_ids, vocab_size)
+    for word in params.bad_words_ids:
+        _check_tokens("bad_words", word, vocab_size)
+    if params.stop_words and not has_tokenizer:
+        raise RequestError("stop_words", list(params.stop_words), "none, since no tokenizer is loaded")
+
+
+def _check_tokens(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestError(field, bad, f"token ids from 0 to {vocab_size - 1}")

@@ -1,0 +1,161 @@
+"""The thread that owns an engine. `submit`, `cancel` and the outputs are the only doors to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+
+from dspark.engine.engine import Engine, EngineStats
+from dspark.errors import CapacityError, EngineError
+from dspark.request import Request, RequestOutput
+
+__all__ = ["EngineThread"]
+
+log = logging.getLogger("dspark.engine")
+
+_IDLE_WAIT_S = 0.5  # an idle engine looks for late cancels this often
+
+
+class EngineThread:
+    """Runs `Engine.step` as long as there is work, and sleeps otherwise.
+
+    Arguments:
+        engine: given away to this thread; nobody else may touch it.
+        max_queue_size: requests that may wait; one more is refused at once.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue_size: int = 1024) -> None:
+        self._engine = engine
+        self._max_queue_size = max_queue_size
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[int, Request]] = deque()
+        self._cancels: deque[int] = deque()
+        self._open: dict[int, Request] = {}  # submitted, no final output yet
+        self._engine_ids: dict[int, int] = {}
+        self._stats = EngineStats(pages_total=engine.limits.num_pages)
+        self._next_id = 0
+        self._draining = False
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
+
+    # -- doors ----------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self._death is None and not self._stopping
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its id.
+
+        Raises:
+            RequestError: it can never be served.
+            CapacityError: the queue is full.
+            EngineError: the engine is stopped, stopping or dead.
+        """
+        self._engine.check(request)
+        with self._wake:
+            if self._death is not None:
+                raise EngineError(f"the engine died: {self._death!r}; restart the server")
+            if self._stopping or self._draining or not self._thread.is_alive():
+                raise EngineError("the engine is stopped and takes no more requests")
+            waiting = len(self._open) - self._stats.num_running
+            if waiting >= self._max_queue_size:
+                raise CapacityError(f"the queue is full: {waiting} requests wait, max_queue_size is {self._max_queue_size}")
+            self._next_id += 1
+            request_id = self._next_id
+            self._open[request_id] = request
+            self._inbox.append((request_id, request))
+            self._wake.notify()
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before the next step; its last output says "cancelled"."""
+        with self._wake:
+            self._cancels.append(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters as of the last step."""
+        return replace(self._stats)
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a final output."""
+        return len(self._open)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; return False when some is left after the time-out."""
+        with self._wake:
+            self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._open and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self._open
+
+    def close(self) -> None:
+        """Stop the thread; whatever is open gets an EngineError as its last output."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                self._engine.step()
+                self._stats = replace(self._engine.stats())
+        except BaseException as error:
+            log.exception("the engine thread died")
+            self._death = error
+        finally:
+            reason = "the engine was stopped" if self._death is None else f"the engine died: {self._death!r}"
+            self._fail_open(EngineError(reason))
+
+    def _take_in(self) -> bool:
+        """Wait for work, take it in; return False when the thread shall end."""
+        with self._wake:
+            while not (self._inbox or self._cancels or self._stopping or self._engine.has_work):
+                self._wake.wait(_IDLE_WAIT_S)
+            if self._stopping:
+                return False
+            arrived, self._inbox = self._inbox, deque()
+            cancels, self._cancels = self._cancels, deque()
+        for request_id, request in arrived:
+            self._begin(request_id, request)
+        for request_id in cancels:
+            if request_id in self._engine_ids:
+                self._engine.cancel(self._engine_ids[request_id])
+        self._stats = replace(self._engine.stats())
+        return True
+
+    def _begin(self, request_id: int, request: Request) -> None:
+        def emit(output: RequestOutput) -> None:
+            if output.final:
+                self._open.pop(request_id, None)
+                self._engine_ids.pop(request_id, None)
+            request.emit(replace(output, request_id=request_id))
+
+        try:
+            self._engine_ids[request_id] = self._engine.add(replace(request, emit=emit))
+        except Exception as error:
+            emit(RequestOutput(request_id=request_id, error=error))
+
+    def _fail_open(self, error: EngineError) -> None:
+        with self._wake:
+            self._inbox.clear()
+            left, self._open = self._open, {}
+        for request_id, request in left.items():
+            try:
+                request.emit(RequestOutput(request_id=request_id, error=error))
+            except Exception:
+                log.exception("request %d: its receiver failed while the engine ended", request_id)
