@@ -1,1 +1,4 @@
-"""Sampling maths over arrays: counter-based noise, logit transforms, verification. No engine, no torch, no clock."""
+"""Sampling maths over arrays: counter-based noise, logit transforms, verification.
+
+No engine, no torch, no clock.
+"""

@@ -14,8 +14,9 @@ __all__ = ["Distribution"]
 class Distribution:
     """Probabilities of the tokens that can occur; every other token has probability 0.
 
-    `token_ids` None means `probs` is over the whole vocabulary [V]. Otherwise `token_ids` is ascending and unique.
-    `probs` is float64 and sums to 1 up to rounding. A one-hot (greedy or looked-up token) holds a single entry.
+    `token_ids` None means `probs` is over the whole vocabulary [V]. Otherwise `token_ids` is ascending and
+    unique. `probs` is float64 and sums to 1 up to rounding. A one-hot (greedy or looked-up token) holds a
+    single entry.
     """
 
     token_ids: npt.NDArray[np.int32] | None  # [n]

@@ -1,0 +1,234 @@
+"""Lossless verification of drafted tokens (algorithm.md, section 3).
+
+    greedy     temperature 0: a draft is accepted while it is the arg-max
+    rejection  drawn seed: accepted with min(1, p/q), else replaced from what p has over q
+    coupled    named seed: accepted while it is the token the target itself draws; the output is then a
+               function of seed and target alone, the same with every drafter, policy, load and batch
+
+Rows are read one at a time and only as far as drafts are accepted. Knows no engine and no stop rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.errors import ConfigError
+from dspark.sampling.distribution import Distribution
+from dspark.sampling.philox import Purpose
+from dspark.sampling.transforms import TokenSampler, VerificationRule, inverse_cdf
+
+__all__ = [
+    "Verdict",
+    "coupled_acceptance",
+    "rejection_acceptance",
+    "rejection_step",
+    "verify_chain",
+    "verify_greedy_batch",
+]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one step commits for one sequence: the accepted drafts and one token of the target.
+
+    `soft_labels[k]` is the exact probability, over the draw of x_k, that position k is accepted given that
+    those before it were; one for every position that was looked at (accepted ones and the first rejected).
+    None when not asked for, and at temperature 0.
+    """
+
+    accepted: int  # drafts only
+    token_ids: tuple[int, ...]  # [accepted + 1]
+    soft_labels: tuple[float, ...] | None = None
+
+
+def verify_chain(
+    sampler: TokenSampler,
+    logits: Float32,
+    argmax: Int32 | None,
+    drafts: Sequence[int],
+    distributions: Sequence[Distribution | None] | None,
+    *,
+    position: int,
+    rule: VerificationRule | None = None,
+    soft_labels: bool = False,
+) -> Verdict:
+    """Verify the drafts of one sequence.
+
+    Arguments:
+        sampler: the request's, committed up to and including the anchor.
+        logits: [1+l, V] float32; row k follows the anchor and the first k drafts.
+        argmax: [1+l] arg-max of each row, lowest id among equals, of finite rows; None = not known.
+        drafts: l token ids.
+        distributions: q_k of every draft, None for a one-hot one; None = all one-hot.
+        position: absolute position of the first drafted token.
+        rule: None = the sampler's own.
+        soft_labels: whether to compute `Verdict.soft_labels`.
+
+    Raises:
+        NonFiniteError: when a row that was read is not finite.
+        ConfigError: for a rule that does not fit how the sampler draws.
+    """
+    rule = sampler.rule if rule is None else rule
+    if rule != sampler.rule:
+        raise ConfigError(
+            f"verification rule: got {rule!r}, but this request's drafts are drawn for {sampler.rule!r}"
+        )
+    drafts = [int(token_id) for token_id in drafts]
+    if rule == "rejection":
+        return _verify_rejection(sampler, logits, drafts, distributions, position, soft_labels)
+    labels: list[float] | None = [] if soft_labels and rule == "coupled" else None
+    accepted = 0
+    while True:
+        drafted = drafts[:accepted]
+        token_id = sampler.sample(
+            logits[accepted],
+            position=position + accepted,
+            drafted=drafted,
+            argmax=None if argmax is None else int(argmax[accepted]),
+        )
+        if labels is not None and accepted < len(drafts):
+            p = sampler.distribution(logits[accepted], drafted=drafted)
+            q = _draft_distribution(distributions, accepted, drafts)
+            labels.append(coupled_acceptance(p, q))
+        if accepted == len(drafts) or token_id != drafts[accepted]:
+            return Verdict(accepted, (*drafted, token_id), None if labels is None else tuple(labels))
+        accepted += 1
+
+
+def verify_greedy_batch(argmax: Int32, row_start: Int32, drafts: Int32, verify_len: Int32) -> Int32:
+    """Count the accepted drafts of many sequences whose tokens are plain arg-maxes.
+
+    Arguments:
+        argmax: [M] arg-max of every logit row.
+        row_start: [R] first of the 1 + verify_len rows of each sequence.
+        drafts: [R, G], undefined from verify_len on.
+        verify_len: [R], at most G.
+
+    Returns:
+        int32 [R]; the added token of sequence i is argmax[row_start[i] + accepted[i]].
+    """
+    num_sequences, block_size = drafts.shape
+    if num_sequences == 0 or block_size == 0:
+        return np.zeros(num_sequences, np.int32)
+    steps = np.arange(block_size)
+    rows = np.minimum(row_start[:, None] + steps, len(argmax) - 1)  # [R, G]
+    hit = (argmax[rows] == drafts) & (steps < verify_len[:, None])
+    accepted = np.where(hit.all(axis=1), block_size, hit.argmin(axis=1))
+    return accepted.astype(np.int32)
+
+
+def rejection_step(
+    p: Distribution, q: Distribution | None, draft: int, *, accept_u: float, replace_u: float
+) -> int:
+    """Return the token that one position commits under rejection sampling; `draft` itself = accepted.
+
+    A replacement is never the draft: the residual has no mass there, unless it has none at all, and then p =
+    q accepts.
+
+    Arguments:
+        p: target distribution.
+        q: distribution that `draft` was drawn from, None for a one-hot one.
+        draft: token id.
+        accept_u, replace_u: independent uniforms in (0, 1).
+    """
+    drafted_with = 1.0 if q is None else q.prob(draft)
+    if accept_u * drafted_with < p.prob(draft):
+        return draft
+    residual = _residual(p, q, draft)
+    entry = inverse_cdf(residual if residual.any() else p.probs, replace_u)
+    return entry if p.token_ids is None else int(p.token_ids[entry])
+
+
+def rejection_acceptance(p: Distribution, q: Distribution) -> float:
+    """Return the probability that a draft from q is accepted by rejection sampling, 1 - 0.5 * sum|p - q|."""
+    return float(np.minimum(p.probs, _probs_at(q, p)).sum())
+
+
+def coupled_acceptance(p: Distribution, q: Distribution) -> float:
+    """Return the probability that the Gumbel races of p and q over the same noise have the same winner.
+
+    Token x wins both with probability 1 / sum_y max(p_y / p_x, q_y / q_x); sorted by p/q the inner sum splits
+    in two, so that all of them take one sort. Source: Daliri et al., arXiv 2408.07978.
+    """
+    at = _probs_at(q, p)  # q on p's support
+    shared = (p.probs > 0) & (at > 0)
+    ps, qs = p.probs[shared], at[shared]
+    if len(ps) == 0:
+        return 0.0
+    order = np.argsort(ps / qs)
+    ps, qs = ps[order], qs[order]
+    only_p = p.probs.sum() - ps.sum()
+    only_q = q.probs.sum() - qs.sum()
+    p_from = ps[::-1].cumsum()[::-1] + only_p  # tokens of at least this ratio
+    q_below = qs.cumsum() - qs + only_q  # tokens of a smaller one
+    return float(np.sum(1.0 / (p_from / ps + q_below / qs)))
+
+
+def _verify_rejection(
+    sampler: TokenSampler,
+    logits: Float32,
+    drafts: list[int],
+    distributions: Sequence[Distribution | None] | None,
+    position: int,
+    soft_labels: bool,
+) -> Verdict:
+    labels: list[float] = []
+    accepted = 0
+    while True:
+        drafted = drafts[:accepted]
+        if accepted == len(drafts):
+            token_id = sampler.sample(logits[accepted], position=position + accepted, drafted=drafted)
+            break
+        p = sampler.distribution(logits[accepted], drafted=drafted)
+        if soft_labels:
+            labels.append(rejection_acceptance(p, _draft_distribution(distributions, accepted, drafts)))
+        token_id = rejection_step(
+            p,
+            None if distributions is None else distributions[accepted],
+            drafts[accepted],
+            accept_u=sampler.uniform(position + accepted, Purpose.ACCEPT),
+            replace_u=sampler.uniform(position + accepted, Purpose.REPLACE),
+        )
+        if token_id != drafts[accepted]:
+            break
+        accepted += 1
+    return Verdict(accepted, (*drafted, token_id), tuple(labels) if soft_labels else None)
+
+
+def _draft_distribution(
+    distributions: Sequence[Distribution | None] | None, k: int, drafts: Sequence[int]
+) -> Distribution:
+    q = None if distributions is None else distributions[k]
+    return Distribution.one_hot(drafts[k]) if q is None else q
+
+
+def _probs_at(q: Distribution, p: Distribution) -> Float64:
+    """Return q on p's support, [len(p.probs)]."""
+    if q.token_ids is None:
+        return q.probs if p.token_ids is None else q.probs[p.token_ids]
+    at = np.zeros(len(p.probs))
+    if p.token_ids is None:
+        at[q.token_ids] = q.probs
+    else:
+        _, in_p, in_q = np.intersect1d(p.token_ids, q.token_ids, assume_unique=True, return_indices=True)
+        at[in_p] = q.probs[in_q]
+    return at
+
+
+def _residual(p: Distribution, q: Distribution | None, draft: int) -> Float64:
+    """Return max(p - q, 0) on p's support, not normalised; float64 [len(p.probs)]."""
+    if q is None:
+        left = p.probs.copy()
+        entry = draft if p.token_ids is None else int(np.searchsorted(p.token_ids, draft))
+        if p.token_ids is None or (entry < len(left) and p.token_ids[entry] == draft):
+            left[entry] = 0.0
+        return left
+    return np.maximum(p.probs - _probs_at(q, p), 0.0)
