@@ -31,6 +31,7 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    frequency_divisors: tuple[float, ...] = ()  # [head_dim / 2], what GGUF calls rope_freqs; () = none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
