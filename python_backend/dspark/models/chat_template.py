@@ -31,7 +31,12 @@ class ChatTemplate:
     """A compiled template and the one for tools where the model has another."""
 
     def __init__(
-        self, template: str, *, tool_template: str | None = None, special_tokens: Mapping[str, str], where: str
+        self,
+        template: str,
+        *,
+        tool_template: str | None = None,
+        special_tokens: Mapping[str, str],
+        where: str,
     ) -> None:
         """Compile.
 
@@ -50,7 +55,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(template)
-            self._tool_template = self._template if tool_template is None else environment.from_string(tool_template)
+            self._tool_template = (
+                self._template if tool_template is None else environment.from_string(tool_template)
+            )
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{where}: the chat template cannot be compiled ({error})") from error
 
@@ -83,7 +90,9 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything on messages it was not written for
             reason = str(error)[:300] or type(error).__name__
-            raise RequestError("messages", list(messages), f"what this model's chat template takes ({reason})") from error
+            raise RequestError(
+                "messages", list(messages), f"what this model's chat template takes ({reason})"
+            ) from error
 
 
 def _to_json(
@@ -94,7 +103,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Replace jinja2's own filter, which escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:

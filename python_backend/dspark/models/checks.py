@@ -43,7 +43,9 @@ def checked_decoder(decoder: DecoderConfig, *, where: str) -> DecoderConfig:
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     for name in sizes:
         if getattr(decoder, name) < 1:
-            raise CheckpointError(f"{where}: {name} is {getattr(decoder, name)}, allowed is a positive number")
+            raise CheckpointError(
+                f"{where}: {name} is {getattr(decoder, name)}, allowed is a positive number"
+            )
     if decoder.num_heads % decoder.num_kv_heads:
         raise CheckpointError(
             f"{where}: {decoder.num_heads} query heads for {decoder.num_kv_heads} key heads, allowed is a multiple"
@@ -51,7 +53,9 @@ def checked_decoder(decoder: DecoderConfig, *, where: str) -> DecoderConfig:
     if decoder.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {decoder.head_dim}, allowed is an even number")
     if not (math.isfinite(decoder.rms_norm_eps) and decoder.rms_norm_eps >= 0):
-        raise CheckpointError(f"{where}: rms_norm_eps is {decoder.rms_norm_eps}, allowed is a finite number >= 0")
+        raise CheckpointError(
+            f"{where}: rms_norm_eps is {decoder.rms_norm_eps}, allowed is a finite number >= 0"
+        )
     rope = decoder.rope
     if not (math.isfinite(rope.theta) and rope.theta > 1):
         raise CheckpointError(f"{where}: rope_theta is {rope.theta}, allowed is a finite number > 1")

@@ -62,7 +62,9 @@ class GgufFile:
             raise CheckpointError(f"{path}: the GGUF header cannot be read ({error})") from error
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
-            raise CheckpointError(f"{path}: split.count is {parts}, allowed is 1: merge the parts into one file first")
+            raise CheckpointError(
+                f"{path}: split.count is {parts}, allowed is 1: merge the parts into one file first"
+            )
         for tensor in self.tensors.values():
             self._check(tensor)
 
@@ -208,5 +210,7 @@ def _num_bytes(shape: Sequence[int], type_name: str) -> int:
         return 0  # refused by name afterwards
     block_len, block_bytes = _block(type_name)
     if not shape or shape[-1] % block_len:
-        raise ValueError(f"rows of {shape[-1] if shape else 0} elements in blocks of {block_len} ({type_name})")
+        raise ValueError(
+            f"rows of {shape[-1] if shape else 0} elements in blocks of {block_len} ({type_name})"
+        )
     return math.prod(shape) // block_len * block_bytes

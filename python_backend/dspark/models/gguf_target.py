@@ -107,7 +107,9 @@ def read_gguf_config(file: GgufFile, *, model_hash: str = "") -> TargetConfig:
     where = str(file.path)
     architecture = file.metadata.get("general.architecture")
     if architecture not in ("llama", "qwen3"):
-        raise CheckpointError(f"{where}: general.architecture is {architecture!r}, allowed are 'llama' and 'qwen3'")
+        raise CheckpointError(
+            f"{where}: general.architecture is {architecture!r}, allowed are 'llama' and 'qwen3'"
+        )
     prefix = f"{architecture}."
     fields = {key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)}
     unknown = sorted(set(fields) - set(_READ) - set(_NEUTRAL))
@@ -121,7 +123,9 @@ def read_gguf_config(file: GgufFile, *, model_hash: str = "") -> TargetConfig:
     head_dim = read.whole("attention.key_length", hidden_size // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if read.whole(key, head_dim) != head_dim:
-            raise CheckpointError(f"{where}: {prefix}{key} is {fields[key]}, allowed is the head size {head_dim}")
+            raise CheckpointError(
+                f"{where}: {prefix}{key} is {fields[key]}, allowed is the head size {head_dim}"
+            )
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{where}: the tensor 'token_embd.weight' is missing")
     decoder = DecoderConfig(
@@ -188,13 +192,17 @@ class _Fields:
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.fields.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.where}: {self.prefix}{key} is {_given(value)}, allowed is one whole number")
+            raise CheckpointError(
+                f"{self.where}: {self.prefix}{key} is {_given(value)}, allowed is one whole number"
+            )
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
         value = self.fields.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.where}: {self.prefix}{key} is {_given(value)}, allowed is one number")
+            raise CheckpointError(
+                f"{self.where}: {self.prefix}{key} is {_given(value)}, allowed is one number"
+            )
         return float(value)
 
 

@@ -50,7 +50,9 @@ def read_gguf_tokenizer(file: GgufFile, *, eos_ids: Sequence[int]) -> Tokenizer 
     tokens = _list(fields, "tokenizer.ggml.tokens", where)
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise CheckpointError(f"{where}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
     strips = False
     if model == "gpt2":
         backend = _byte_level(fields, tokens, where)
@@ -62,7 +64,12 @@ def read_gguf_tokenizer(file: GgufFile, *, eos_ids: Sequence[int]) -> Tokenizer 
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     _add_ends(backend, fields, tokens, bos_id, model)
     named = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
+    for name, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("pad_token", "padding"),
+        ("unk_token", "unknown"),
+    ):
         token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token_id, int) and 0 <= token_id < len(tokens):
             named[name] = tokens[token_id]
@@ -81,7 +88,9 @@ def read_gguf_tokenizer(file: GgufFile, *, eos_ids: Sequence[int]) -> Tokenizer 
 def _byte_level(fields: Mapping[str, Any], tokens: list[str], where: str) -> Backend:
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in _PATTERNS:
-        raise CheckpointError(f"{where}: tokenizer.ggml.pre is {pre!r}, allowed are {', '.join(map(repr, _PATTERNS))}")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.pre is {pre!r}, allowed are {', '.join(map(repr, _PATTERNS))}"
+        )
     merges = []
     for merge in _list(fields, "tokenizer.ggml.merges", where):
         left, _, right = merge.partition(" ")
@@ -107,7 +116,9 @@ def _sentencepiece(
 ) -> Backend:
     scores = _list(fields, "tokenizer.ggml.scores", where)
     if len(scores) != len(tokens):
-        raise CheckpointError(f"{where}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
+        )
     vocabulary = _vocabulary(tokens)
     unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
     backend = Backend(
@@ -120,12 +131,18 @@ def _sentencepiece(
         )
     )
     marks = [normalizers.Replace(" ", "\u2581")]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *marks] if space_prefix else marks)
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), *marks] if space_prefix else marks
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return backend
 
 
-def _merges_of(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+def _merges_of(
+    vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
     """Return the merges that make every piece from two others, best score first.
 
     Sentencepiece merges the neighbours whose joined piece scores highest, which is what a rank by score does.
@@ -157,11 +174,15 @@ def _added(tokens: list[str], types: Sequence[int], kind: int, *, special: bool)
     ]
 
 
-def _add_ends(backend: Backend, fields: Mapping[str, Any], tokens: list[str], bos_id: int | None, model: str) -> None:
+def _add_ends(
+    backend: Backend, fields: Mapping[str, Any], tokens: list[str], bos_id: int | None, model: str
+) -> None:
     """Put the begin and end tokens around a prompt where the file asks for them, by llama.cpp's defaults else."""
     default_bos = model == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
     eos_id = fields.get("tokenizer.ggml.eos_token_id")
-    before = [bos_id] if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token", default_bos) else []
+    before = (
+        [bos_id] if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token", default_bos) else []
+    )
     after = [eos_id] if eos_id is not None and fields.get("tokenizer.ggml.add_eos_token", False) else []
     if before or after:
         names = [tokens[i] for i in before], [tokens[i] for i in after]
@@ -173,5 +194,7 @@ def _add_ends(backend: Backend, fields: Mapping[str, Any], tokens: list[str], bo
 def _list(fields: Mapping[str, Any], key: str, where: str) -> list[Any]:
     value = fields.get(key)
     if not isinstance(value, list) or not value:
-        raise CheckpointError(f"{where}: {key} is {'missing' if value is None else 'empty'}, allowed is a list of entries")
+        raise CheckpointError(
+            f"{where}: {key} is {'missing' if value is None else 'empty'}, allowed is a list of entries"
+        )
     return value

@@ -48,7 +48,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_chunk_size": (None,),
     "is_decoder_causal": (True, None),
 }
-_IGNORED_TENSOR = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # derived, saved by old versions
+_IGNORED_TENSOR = re.compile(
+    r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)  # derived, saved by old versions
 
 
 class HfTarget:
@@ -92,8 +94,6 @@ class HfTarget:
         del self._stored["lm_head.weight"]
 
 
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read one JSON object.
 
@@ -122,7 +122,9 @@ def read_hf_config(folder: Path, *, model_hash: str = "") -> TargetConfig:
         raise CheckpointError(f"{path}: model_type is {architecture!r}, allowed are 'llama' and 'qwen3'")
     classes = fields.get("architectures")
     if classes is not None and classes != [_ARCHITECTURES[architecture]]:
-        raise CheckpointError(f"{path}: architectures is {classes!r}, allowed is {[_ARCHITECTURES[architecture]]!r}")
+        raise CheckpointError(
+            f"{path}: architectures is {classes!r}, allowed is {[_ARCHITECTURES[architecture]]!r}"
+        )
     generation = folder / "generation_config.json"
     ends = read_json(generation) if generation.is_file() else {}
     config = TargetConfig(
@@ -146,7 +148,10 @@ def read_decoder(fields: Mapping[str, Any], *, qk_norm: bool, where: str) -> Dec
     """
     require_neutral(fields, _NEUTRAL, where=where)
     _require_full_attention(fields, where)
-    hidden_size, num_heads = _whole(fields, "hidden_size", where), _whole(fields, "num_attention_heads", where)
+    hidden_size, num_heads = (
+        _whole(fields, "hidden_size", where),
+        _whole(fields, "num_attention_heads", where),
+    )
     default_head_dim = hidden_size // max(num_heads, 1)
     if qk_norm and fields.get("head_dim") is None:
         default_head_dim = 128  # Qwen3's own default
@@ -174,13 +179,17 @@ def read_rope(fields: Mapping[str, Any], *, where: str) -> RopeConfig:
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{where}: the RoPE parameters are {given!r}, allowed is a JSON object")
     if given and all(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError(f"{where}: rope_parameters are given per layer type {sorted(given)}, allowed is one set for all")
+        raise CheckpointError(
+            f"{where}: rope_parameters are given per layer type {sorted(given)}, allowed is one set for all"
+        )
     scaling = given.get("rope_type", given.get("type", "default"))
     if scaling not in _ROPE_SCALINGS:
         raise CheckpointError(f"{where}: rope_type is {scaling!r}, allowed are {', '.join(_ROPE_SCALINGS)}")
     require_neutral(given, {"partial_rotary_factor": (1.0, None), "mrope_section": (None,)}, where=where)
     known = {"default": set(), "linear": {"factor"}, "llama3": _LLAMA3_FIELDS, "yarn": _YARN_FIELDS}[scaling]
-    unknown = sorted(set(given) - known - {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section"})
+    unknown = sorted(
+        set(given) - known - {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section"}
+    )
     if unknown:
         raise CheckpointError(
             f"{where}: {unknown[0]} is {given[unknown[0]]!r}, which rope_type {scaling!r} does not know; allowed are {sorted(known)}"
@@ -224,7 +233,9 @@ _YARN_FIELDS = {
 def _require_full_attention(fields: Mapping[str, Any], where: str) -> None:
     kinds = fields.get("layer_types")
     if kinds is not None and set(kinds) - {"full_attention"}:
-        raise CheckpointError(f"{where}: layer_types is {sorted(set(kinds))}, allowed is 'full_attention' for every layer")
+        raise CheckpointError(
+            f"{where}: layer_types is {sorted(set(kinds))}, allowed is 'full_attention' for every layer"
+        )
     window = fields.get("sliding_window")
     if window is not None and fields.get("model_type") != "qwen3":  # Qwen3 has its own switch, checked before
         raise CheckpointError(f"{where}: sliding_window is {window!r}, allowed is null")

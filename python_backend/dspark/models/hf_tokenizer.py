@@ -28,9 +28,13 @@ def read_hf_tokenizer(folder: Path, *, eos_ids: Sequence[int]) -> Tokenizer | No
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
+        others = [
+            name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()
+        ]
         if others:
-            raise CheckpointError(f"{folder}: found {others[0]} but no tokenizer.json, which is the one format allowed")
+            raise CheckpointError(
+                f"{folder}: found {others[0]} but no tokenizer.json, which is the one format allowed"
+            )
         return None
     try:
         text = path.read_text("utf-8")
@@ -80,7 +84,9 @@ def _chat_template(folder: Path, settings: dict[str, Any], named: dict[str, str]
     else:
         where, given = str(folder / "tokenizer_config.json"), settings.get("chat_template")
         if isinstance(given, list):
-            by_name = {str(entry.get("name")): entry.get("template") for entry in given if isinstance(entry, dict)}
+            by_name = {
+                str(entry.get("name")): entry.get("template") for entry in given if isinstance(entry, dict)
+            }
             template, tool_template = by_name.get("default"), by_name.get("tool_use")
         else:
             template = given

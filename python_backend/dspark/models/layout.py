@@ -29,7 +29,9 @@ def decoder_tensors(decoder: DecoderConfig) -> dict[str, Shape]:
     }
     if decoder.qk_norm:
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    tensors = {f"layers.{i}.{name}": shape for i in range(decoder.num_layers) for name, shape in layer.items()}
+    tensors = {
+        f"layers.{i}.{name}": shape for i in range(decoder.num_layers) for name, shape in layer.items()
+    }
     tensors["norm.weight"] = (d,)
     return tensors
 
@@ -52,8 +54,14 @@ def check_tensors(found: Mapping[str, Shape], wanted: Mapping[str, Shape], *, wh
     missing = sorted(set(wanted) - set(found))
     extra = sorted(set(found) - set(wanted))
     if missing or extra:
-        parts = [f"{len(names)} {word} ({_few(names)})" for names, word in ((missing, "missing"), (extra, "left over")) if names]
-        raise CheckpointError(f"{where}: the tensors are not those of the configuration: {' and '.join(parts)}")
+        parts = [
+            f"{len(names)} {word} ({_few(names)})"
+            for names, word in ((missing, "missing"), (extra, "left over"))
+            if names
+        ]
+        raise CheckpointError(
+            f"{where}: the tensors are not those of the configuration: {' and '.join(parts)}"
+        )
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(

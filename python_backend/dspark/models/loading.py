@@ -24,7 +24,12 @@ __all__ = ["TargetCheckpoint", "load_target"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
-_HUB_TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+_HUB_TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +70,18 @@ def _load_folder(folder: Path) -> TargetCheckpoint:
     source = open_safetensors(folder)
     config = read_hf_config(folder, model_hash=fingerprint([folder / "config.json", *source.files]))
     weights = HfTarget(source, config, where=str(folder))
-    return _checked(TargetCheckpoint(config, weights, read_hf_tokenizer(folder, eos_ids=config.eos_ids)), folder)
+    return _checked(
+        TargetCheckpoint(config, weights, read_hf_tokenizer(folder, eos_ids=config.eos_ids)), folder
+    )
 
 
 def _load_gguf(path: Path) -> TargetCheckpoint:
     file = GgufFile(path)
     config = read_gguf_config(file, model_hash=fingerprint([path]))
     weights = GgufTarget(file, config)
-    return _checked(TargetCheckpoint(config, weights, read_gguf_tokenizer(file, eos_ids=config.eos_ids)), path)
+    return _checked(
+        TargetCheckpoint(config, weights, read_gguf_tokenizer(file, eos_ids=config.eos_ids)), path
+    )
 
 
 def _checked(checkpoint: TargetCheckpoint, where: Path) -> TargetCheckpoint:

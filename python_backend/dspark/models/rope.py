@@ -44,7 +44,9 @@ def _llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float32]) -> npt.NDArr
     f32 = np.float32
     context = rope.original_max_position_embeddings
     wavelength = f32(_TWO_PI) / frequencies
-    blend = (f32(context) / wavelength - f32(rope.low_freq_factor)) / f32(rope.high_freq_factor - rope.low_freq_factor)
+    blend = (f32(context) / wavelength - f32(rope.low_freq_factor)) / f32(
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     blended = (f32(1) - blend) * frequencies / f32(rope.factor) + blend * frequencies
     scaled = np.where(wavelength > context / rope.low_freq_factor, frequencies / f32(rope.factor), blended)
     return np.where(wavelength < context / rope.high_freq_factor, frequencies, scaled).astype(np.float32)

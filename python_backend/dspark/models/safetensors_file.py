@@ -45,7 +45,9 @@ class SafetensorsSource:
         for path in self.files:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
-                    raise CheckpointError(f"{path}: tensor {name!r} is also in another file of this checkpoint")
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} is also in another file of this checkpoint"
+                    )
                 self._entries[name] = entry
 
     def names(self) -> tuple[str, ...]:
@@ -121,12 +123,18 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     header_bytes = int(data[:8].view("<u8")[0]) if len(data) >= 8 else -1
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, len(data) - 8):
-        raise CheckpointError(f"{path}: not a safetensors file, or cut off (header of {header_bytes} bytes in {len(data)})")
+        raise CheckpointError(
+            f"{path}: not a safetensors file, or cut off (header of {header_bytes} bytes in {len(data)})"
+        )
     try:
         header = json.loads(data[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
         described = {
-            name: (str(at["dtype"]), tuple(int(n) for n in at["shape"]), *(int(n) for n in at["data_offsets"]))
+            name: (
+                str(at["dtype"]),
+                tuple(int(n) for n in at["shape"]),
+                *(int(n) for n in at["data_offsets"]),
+            )
             for name, at in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -134,7 +142,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     entries = {}
     for name, (dtype, shape, begin, end) in described.items():
         if dtype not in _ITEM_BYTES:
-            raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype}, allowed are {', '.join(_ITEM_BYTES)}")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has dtype {dtype}, allowed are {', '.join(_ITEM_BYTES)}"
+            )
         start, stop = 8 + header_bytes + begin, 8 + header_bytes + end
         want = math.prod(shape) * _ITEM_BYTES[dtype]
         if end - begin != want or begin < 0 or stop > len(data):

@@ -80,7 +80,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        parts = (self.token_bytes(token) for token in ids if not (skip_special_tokens and token in self._special))
+        parts = (
+            self.token_bytes(token) for token in ids if not (skip_special_tokens and token in self._special)
+        )
         text = b"".join(parts).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.leading_space_stripped else text
 
@@ -123,7 +125,9 @@ class Tokenizer:
             RequestError: on field `messages`, when there is no template or it does not accept them.
         """
         if self._chat_template is None:
-            raise RequestError("messages", list(messages), "nothing: this model has no chat template, use text_input")
+            raise RequestError(
+                "messages", list(messages), "nothing: this model has no chat template, use text_input"
+            )
         text = self._chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         try:
             text.encode("utf-8")

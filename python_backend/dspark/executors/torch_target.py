@@ -1,0 +1,269 @@
+"""Runs a Llama or Qwen3 target in plain PyTorch: the fallback on CPUs, the reference, and the CUDA path.
+
+One pass is some twenty calls a layer whatever the batch holds; sequences are told apart in the attention alone. The
+residual stream, the norms, RoPE and the logits are float32, matrices and caches are of the chosen dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from dspark.errors import CapacityError, ConfigError
+from dspark.executors.dtype import torch_dtype
+from dspark.executors.interface import Float32, StepBatch, TargetOutput
+from dspark.models.config import TargetConfig, WeightSource
+from dspark.models.rope import inverse_frequencies
+from dspark_plugins.reference.paged_attention import (
+    AttentionPlan,
+    paged_attention,
+    plan_attention,
+    write_cache,
+)
+from dspark_plugins.reference.rope import rope_tables, rotate
+
+__all__ = ["TorchTarget"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor  # [d] float32
+    qkv: Linear  # d -> (H + 2 Hkv) * D
+    qk_norm: torch.Tensor | None  # [H + Hkv, D] float32
+    output: Linear  # H * D -> d
+    mlp_norm: torch.Tensor  # [d] float32
+    gate_up: Linear  # d -> 2 * intermediate
+    down: Linear  # intermediate -> d
+
+
+class TorchTarget:
+    """The target model on one device; a `TargetExecutor`."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        weights: WeightSource,
+        *,
+        dtype: str,
+        feature_layer_ids: Sequence[int] = (),
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the weights, one tensor at a time.
+
+        Arguments:
+            dtype: float32, bfloat16 or float16, of matrices, activations and caches.
+            feature_layer_ids: layers whose outputs every pass returns; -1 = the embedding output.
+            num_threads: CPU threads of the whole process; None leaves torch's setting.
+
+        Raises:
+            ConfigError: for an unknown dtype or a feature layer that does not exist.
+            CheckpointError: for a missing tensor.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.feature_layer_ids = tuple(feature_layer_ids)
+        num_layers = config.decoder.num_layers
+        for layer_id in self.feature_layer_ids:
+            if not -1 <= layer_id < num_layers:
+                raise ConfigError(f"feature layer is {layer_id}, allowed is -1 to {num_layers - 1}")
+        self._dtype = torch_dtype(dtype)
+        self._device = torch.device(device)
+        self._weights = weights
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        frequencies, self._rope_factor = inverse_frequencies(config.decoder.rope, config.decoder.head_dim)
+        self._frequencies = torch.from_numpy(frequencies).to(self._device)
+        self._caches: list[torch.Tensor] = []  # per layer [num_slots, 2, Hkv, D]
+        self._page_size = 0
+        with torch.inference_mode():
+            self._layers = [self._load_layer(i) for i in range(num_layers)]
+            self._norm = self._vector("norm.weight")
+            self._embedding = self._matrix("embed_tokens.weight")
+            self._head = self._load_head()
+
+    # Loading
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self._weights.float32(name)).to(self._device)
+
+    def _matrix(self, *names: str) -> torch.Tensor:
+        """Return matrices [out, in] stacked along `out`, in the compute dtype."""
+        parts = [torch.from_numpy(self._weights.float32(name)).to(self._dtype) for name in names]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
+
+    def _load_layer(self, index: int) -> _Layer:
+        decoder, prefix = self.config.decoder, f"layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qk_norm = None
+        if decoder.qk_norm:
+            q_norm, k_norm = (self._vector(f"{attention}{name}_norm.weight") for name in ("q", "k"))
+            qk_norm = torch.cat(
+                [q_norm.expand(decoder.num_heads, -1), k_norm.expand(decoder.num_kv_heads, -1)]
+            )
+        return _Layer(
+            input_norm=self._vector(f"{prefix}input_layernorm.weight"),
+            qkv=_linear(self._matrix(*(f"{attention}{name}_proj.weight" for name in "qkv"))),
+            qk_norm=qk_norm,
+            output=_linear(self._matrix(f"{attention}o_proj.weight")),
+            mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=_linear(self._matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
+            down=_linear(self._matrix(f"{mlp}down_proj.weight")),
+        )
+
+    def _load_head(self) -> Linear:
+        """Return the LM head, float32 [M, d] -> float32 [M, V].
+
+        Logits rounded to 8 bits would tie by the dozen. CUDA multiplies in the compute dtype and keeps the float32
+        sums; the CPU has no such call, so there the head is float32.
+        """
+        name = self._head_name
+        if self._device.type == "cuda":
+            matrix = self._embedding if name == "embed_tokens.weight" else self._matrix(name)
+            if self._dtype == torch.float32:
+                return lambda x: F.linear(x, matrix)
+            return lambda x: torch.mm(x.to(self._dtype), matrix.t(), out_dtype=torch.float32)
+        return _linear(torch.from_numpy(self._weights.float32(name)))
+
+    @property
+    def _head_name(self) -> str:
+        return "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+
+    def embedding_and_head(self) -> tuple[Float32, Float32]:
+        embedding = self._weights.float32("embed_tokens.weight")
+        return embedding, embedding if self.config.tie_word_embeddings else self._weights.float32(
+            "lm_head.weight"
+        )
+
+    # Caches
+
+    def cache_page_bytes(self, page_size: int) -> int:
+        decoder = self.config.decoder
+        per_token = 2 * decoder.num_kv_heads * decoder.head_dim * self._dtype.itemsize
+        return decoder.num_layers * page_size * per_token
+
+    def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
+        """Allocate the caches.
+
+        Raises:
+            CapacityError: when the device has not that much memory.
+        """
+        decoder = self.config.decoder
+        shape = (num_pages * page_size, 2, decoder.num_kv_heads, decoder.head_dim)
+        try:
+            self._caches = [
+                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(decoder.num_layers)
+            ]
+        except RuntimeError as error:  # torch's allocators raise this, and subclasses of it
+            need = num_pages * self.cache_page_bytes(page_size)
+            raise CapacityError(
+                f"a cache of {num_pages} pages of {page_size} tokens needs {need} bytes on {self._device}: {error}"
+            ) from error
+        self._page_size = page_size
+
+    # The pass
+
+    def forward(self, batch: StepBatch) -> TargetOutput:
+        assert self._caches, "allocate_cache comes before the first pass"
+        with torch.inference_mode():
+            return self._forward(batch)
+
+    def _forward(self, batch: StepBatch) -> TargetOutput:
+        plan = plan_attention(
+            query_start=batch.query_start,
+            context_len=batch.context_len,
+            page_table=batch.page_table,
+            page_size=self._page_size,
+            slots=batch.slots,
+            positions=batch.positions,
+            ancestors=batch.ancestors,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        cos, sin = rope_tables(self._to_device(batch.positions), self._frequencies, self._rope_factor)
+        slots = self._to_device(batch.slots).long()
+        hidden = F.embedding(self._to_device(batch.tokens), self._embedding).float()  # [T, d]
+        taken = {-1: hidden.clone()} if -1 in self.feature_layer_ids else {}
+        for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
+            hidden += self._attention(
+                layer, cache, self._normed(hidden, layer.input_norm), plan, slots, cos, sin
+            )
+            hidden += self._mlp(layer, self._normed(hidden, layer.mlp_norm))
+            if index in self.feature_layer_ids:
+                taken[index] = hidden.clone()
+        features = (
+            torch.cat([taken[i] for i in self.feature_layer_ids], dim=1).cpu().numpy() if taken else None
+        )
+        return self._output(hidden.index_select(0, self._to_device(batch.logit_rows)), features)
+
+    def _attention(
+        self,
+        layer: _Layer,
+        cache: torch.Tensor,
+        x: torch.Tensor,
+        plan: AttentionPlan,
+        slots: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        decoder = self.config.decoder
+        num_heads, num_kv_heads, dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        qkv = layer.qkv(x).view(-1, num_heads + 2 * num_kv_heads, dim)
+        queries_keys = qkv[:, : num_heads + num_kv_heads]
+        if layer.qk_norm is not None:
+            queries_keys = F.rms_norm(queries_keys.float(), (dim,), eps=decoder.rms_norm_eps) * layer.qk_norm
+        qkv[:, : num_heads + num_kv_heads] = rotate(queries_keys, cos, sin)
+        write_cache(cache, qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)), slots)
+        return layer.output(paged_attention(qkv[:, :num_heads], cache, plan, scale=dim**-0.5))
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(x).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up))
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.decoder.rms_norm_eps).to(self._dtype)
+
+    def _output(self, rows: torch.Tensor, features: Float32 | None) -> TargetOutput:
+        logits = self._head(F.rms_norm(rows, self._norm.shape, self._norm, self.config.decoder.rms_norm_eps))
+        if not len(rows):
+            none = np.empty(0, np.int32)
+            return TargetOutput(
+                logits=logits.cpu().numpy(), argmax=none, finite=none.astype(bool), features=features
+            )
+        lowest, highest = logits.aminmax(dim=-1)  # NaN goes through both
+        return TargetOutput(
+            logits=logits.cpu().numpy(),
+            argmax=logits.argmax(dim=-1).to(torch.int32).cpu().numpy(),
+            finite=(lowest.isfinite() & highest.isfinite()).cpu().numpy(),
+            features=features,
+        )
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _linear(weight: torch.Tensor) -> Linear:
+    """Return x -> x @ weight.T, with the weight laid out for the CPU's matrix kernels where they take its dtype."""
+    if not _prepacks(weight):
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _prepacks(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
