@@ -3,6 +3,7 @@
     allocate  once: caches beside the target's, same pages
     propose   one block for each sequence that may draft
     observe   features of newly committed rows (drafters with `feature_layer_ids` only)
+    release   a sequence ended; what was remembered under its id goes
 
 A drafter never commits, never verifies and never sees the scheduler.
 """
@@ -11,24 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dspark.executors.interface import Float32, Int32
+from dspark.executors.interface import DraftBatch, Float32, Int32
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.transforms import TokenSampler
 
-__all__ = ["DraftBlock", "DraftInput", "Drafter"]
+__all__ = ["DraftBlock", "DraftInput", "Drafter", "GreedyBlock", "GreedyBlockExecutor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInput:
     """What a drafter may know of one sequence.
 
-    `token_ids` is prompt + output, its last entry the anchor, whose position is len(token_ids) - 1. `sampler` is the
-    request's own: drafts are drawn through it, so that q is the distribution they were really drawn from.
+    `token_ids` is prompt + output, its last entry the anchor, whose position is len(token_ids) - 1. `sampler`
+    is the request's own: drafts are drawn through it, so that q is the distribution they were really drawn
+    from.
     """
 
     sequence_id: int
@@ -42,7 +44,8 @@ class DraftInput:
 class DraftBlock:
     """Up to G drafts for each of R sequences.
 
-    `distributions[i][k]` is q_k of sequence i, None for a token that was looked up or is an arg-max (one-hot).
+    `distributions[i][k]` is q_k of sequence i, None for a token that was looked up or is an arg-max
+    (one-hot).
     """
 
     tokens: Int32  # [R, G], undefined past num_tokens
@@ -78,4 +81,29 @@ class Drafter(Protocol):
     def propose(self, inputs: Sequence[DraftInput]) -> DraftBlock: ...
 
     def observe(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
-        """Take the features [N, m*d] of rows whose tokens are now committed; called before the next `propose`."""
+        """Take the features [N, m*d] of rows whose tokens are now committed; called before the next
+        `propose`."""
+
+    def release(self, sequence_id: int) -> None:
+        """Forget a sequence that ended. Preempted ones are kept; an id never seen is no error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyBlock:
+    """Blocks whose every draft is an arg-max, as one fused call gives them back."""
+
+    tokens: Int32  # [R, G] target token ids, undefined past num_tokens
+    num_tokens: Int32  # [R] drafts before the first non-finite logit, at most what was asked for
+    confidence_logits: Float32 | None  # [R, G], None without a confidence head
+
+
+@runtime_checkable
+class GreedyBlockExecutor(Protocol):
+    """What a block executor may offer beside `BlockDrafterExecutor`: the whole greedy block in one call.
+
+    Logits then never leave the executor. `DSparkDrafter` uses it for steps where every request is plain
+    greedy.
+    """
+
+    def draft_greedy(self, batch: DraftBatch, *, num_drafts: Int32) -> GreedyBlock:
+        """Draft `num_drafts` [R] tokens for each sequence (none may be 0), ties to the lowest id."""

@@ -1,0 +1,188 @@
+"""DSpark: one parallel block pass, then G small steps that correct, sample and rate each position from left
+to right.
+
+The executor computes; this file decides what is drawn. Every draft goes through its request's own
+`TokenSampler`, so the q that verification sees is the one the draft was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark.drafters.interface import DraftBlock, DraftInput, GreedyBlockExecutor
+from dspark.errors import NonFiniteError, RequestError
+from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
+from dspark.sampling.distribution import Distribution
+from dspark.sampling.transforms import TokenSampler
+
+__all__ = ["DSparkDrafter"]
+
+
+class DSparkDrafter:
+    """Drafts with a DFlash / DSpark checkpoint; a `Drafter`.
+
+    Arguments:
+        executor: runs the checkpoint.
+        draft_to_target: [Vd] int32 ascending target ids of a reduced draft vocabulary, None for the full one.
+    """
+
+    name = "dspark"
+
+    def __init__(self, executor: BlockDrafterExecutor, draft_to_target: Int32 | None = None) -> None:
+        self.executor = executor
+        self.block_size = executor.config.block_size
+        self.feature_layer_ids = executor.config.target_layer_ids
+        self._draft_to_target = draft_to_target
+
+    def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
+        """Allocate the context cache beside the target's."""
+        self.executor.allocate_cache(num_pages=num_pages, page_size=page_size)
+
+    def cache_page_bytes(self, page_size: int) -> int:
+        """Return the bytes of one page over all layers."""
+        return self.executor.cache_page_bytes(page_size)
+
+    def observe(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
+        """Append the context of committed rows."""
+        self.executor.append_context(features=features, positions=positions, slots=slots)
+
+    def release(self, sequence_id: int) -> None:
+        """Keep nothing by sequence: the context lives in the sequence's pages."""
+
+    def propose(self, inputs: Sequence[DraftInput]) -> DraftBlock:
+        """Draft up to `max_drafts` tokens for each sequence; those that want none are not run."""
+        block = DraftBlock.empty(len(inputs), self.block_size)
+        rows = [row for row, item in enumerate(inputs) if item.max_drafts > 0]
+        if not rows:
+            return block
+        active = [inputs[row] for row in rows]
+        num_drafts = np.array([min(item.max_drafts, self.block_size) for item in active], np.int32)
+        batch = _batch(active)
+        if isinstance(self.executor, GreedyBlockExecutor) and all(_plain_greedy(i.sampler) for i in active):
+            greedy = self.executor.draft_greedy(batch, num_drafts=num_drafts)
+            found = DraftBlock(
+                tokens=greedy.tokens,
+                num_tokens=greedy.num_tokens,
+                distributions=None,
+                confidence_logits=greedy.confidence_logits,
+            )
+        else:
+            found = self._sample_block(active, batch, num_drafts)
+        return found if len(rows) == len(inputs) else _spread(found, rows, block)
+
+    def _sample_block(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:
+        """Run the block pass and draw position after position over all sequences that still want one."""
+        output = self.executor.draft(batch)
+        num_sequences = len(inputs)
+        tokens = np.zeros((num_sequences, self.block_size), np.int32)
+        num_tokens = np.zeros(num_sequences, np.int32)
+        drawn: list[list[Distribution | None]] = [[] for _ in inputs]
+        rated = np.zeros((num_sequences, self.block_size), np.float32)
+        has_confidence = False
+        state = self.executor.initial_state(num_sequences)
+        alive = np.arange(num_sequences)
+        previous = batch.anchors
+        for k in range(int(num_drafts.max())):
+            keep = num_drafts[alive] > k
+            alive, previous = alive[keep], previous[keep]
+            state = None if state is None else state[keep]
+            if not len(alive):
+                break
+            hidden = output.hidden[alive, k]
+            bias, state = self.executor.head_step(previous=previous, hidden=hidden, state=state)
+            confidence = self.executor.confidence_logits(previous=previous, hidden=hidden)
+            logits = output.base_logits[alive, k]
+            if bias is not None:
+                logits = logits + bias
+            ok = np.ones(len(alive), np.bool_)
+            if confidence is not None:
+                has_confidence = True
+                rated[alive, k] = confidence
+                ok = np.isfinite(confidence)
+            best = self._best(logits)
+            for at, row in enumerate(alive):
+                pick = None
+                if ok[at]:
+                    pick = self._draw(inputs[row], logits[at], int(best[at]), tokens[row, :k].tolist())
+                if pick is None:
+                    ok[at] = False
+                    continue
+                tokens[row, k], distribution = pick
+                drawn[row].append(distribution)
+                num_tokens[row] = k + 1
+            alive, previous = alive[ok], tokens[alive[ok], k]
+            state = None if state is None else state[ok]
+        one_hot = all(distribution is None for row in drawn for distribution in row)
+        return DraftBlock(
+            tokens=tokens,
+            num_tokens=num_tokens,
+            distributions=None if one_hot else tuple(tuple(row) for row in drawn),
+            confidence_logits=rated if has_confidence else None,
+        )
+
+    def _best(self, logits: Float32) -> Int32:
+        """Return the arg-max token id of each row [R], -1 where the row is not finite."""
+        best = logits.argmax(axis=-1)  # NaN counts as the largest
+        finite = np.isfinite(logits[np.arange(len(logits)), best])
+        token_ids = best if self._draft_to_target is None else self._draft_to_target[best]
+        return np.where(finite, token_ids, -1).astype(np.int32)
+
+    def _draw(
+        self, item: DraftInput, logits: Float32, best: int, drafted: list[int]
+    ) -> tuple[int, Distribution | None] | None:
+        """Return the draft of one row and its q (None = one-hot), or None where the row allows no token."""
+        if best < 0:
+            return None
+        sampler, token_ids = item.sampler, self._draft_to_target
+        try:
+            if sampler.params.greedy:
+                token = sampler.greedy_token(logits, drafted=drafted, token_ids=token_ids, argmax=best)
+                return token, None
+            distribution = sampler.distribution(logits, drafted=drafted, token_ids=token_ids)
+        except (NonFiniteError, RequestError):
+            # A reduced vocabulary may hold no token that the request allows; the target will find one.
+            return None
+        position = len(item.token_ids) + len(drafted)
+        return sampler.draw(distribution, position=position, purpose="draft"), distribution
+
+
+def _plain_greedy(sampler: TokenSampler) -> bool:
+    """Return whether every draft is the bare arg-max; once past its minimum length a request stays so."""
+    return sampler.params.greedy and not sampler.alters(0)
+
+
+def _batch(inputs: Sequence[DraftInput]) -> DraftBatch:
+    positions = np.array([len(item.token_ids) - 1 for item in inputs], np.int32)
+    page_table = np.full((len(inputs), max(len(item.pages) for item in inputs)), -1, np.int32)
+    for row, item in enumerate(inputs):
+        page_table[row, : len(item.pages)] = item.pages
+    return DraftBatch(
+        anchors=np.array([item.token_ids[-1] for item in inputs], np.int32),
+        anchor_positions=positions,
+        context_len=positions,  # everything before the anchor was observed
+        page_table=page_table,
+    )
+
+
+def _spread(found: DraftBlock, rows: list[int], empty: DraftBlock) -> DraftBlock:
+    """Put the blocks of the sequences that drafted back among those that did not."""
+    empty.tokens[rows] = found.tokens
+    empty.num_tokens[rows] = found.num_tokens
+    confidence = None
+    if found.confidence_logits is not None:
+        confidence = np.zeros(empty.tokens.shape, np.float32)
+        confidence[rows] = found.confidence_logits
+    distributions = None
+    if found.distributions is not None:
+        spread: list[tuple[Distribution | None, ...]] = [()] * len(empty.num_tokens)
+        for row, of_row in zip(rows, found.distributions, strict=True):
+            spread[row] = of_row
+        distributions = tuple(spread)
+    return DraftBlock(
+        tokens=empty.tokens,
+        num_tokens=empty.num_tokens,
+        distributions=distributions,
+        confidence_logits=confidence,
+    )

@@ -1,0 +1,326 @@
+"""A DFlash / DSpark drafter in plain torch: the reference, the fallback on CPU, the path on CUDA.
+
+One pass runs all blocks flattened to [R * G] rows. Context keys and values of every layer come from one
+product, written when features are committed; a block reads them and leaves nothing behind. Knows no requests
+and no sampling beyond arg-max.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from dspark_plugins.reference.block_attention import block_attention
+from dspark_plugins.reference.rope import rope_tables, rotate
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from dspark.drafters.checkpoint import DrafterCheckpoint
+from dspark.drafters.interface import GreedyBlock
+from dspark.executors.dtype import torch_dtype
+from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
+from dspark.models.config import WeightSource
+from dspark.models.rope import inverse_frequencies
+
+__all__ = ["TorchBlockDrafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [d]
+    post_norm: Tensor  # [d]
+    q: Tensor  # [Hq * D, d]
+    kv: Tensor  # [2 * Hkv * D, d], a view into the context projection of all layers
+    o: Tensor  # [d, Hq * D]
+    gate_up: Tensor  # [2 * ff, d]
+    down: Tensor  # [d, ff]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    window: int | None
+
+
+class TorchBlockDrafter:
+    """Runs one drafter checkpoint; a `BlockDrafterExecutor` and a `GreedyBlockExecutor`.
+
+    Arguments:
+        checkpoint: the drafter.
+        target_embedding: [V, d] float32, used where the checkpoint has no embedding of its own; not copied in
+            float32.
+        target_head: [V, d] float32, used where the checkpoint has no head of its own; not copied in float32
+            with the full vocabulary. None is allowed when the checkpoint has one.
+        dtype: float32, bfloat16 or float16, of weights, caches and products.
+        device: where everything lives.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        CheckpointError: no head anywhere.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        checkpoint: DrafterCheckpoint,
+        *,
+        target_embedding: Float32,
+        target_head: Float32 | None,
+        dtype: str,
+        device: str = "cpu",
+    ) -> None:
+        self.config = config = checkpoint.config
+        self.dtype = dtype
+        self._dtype, self._device = torch_dtype(dtype), torch.device(device)
+        self._page_size = 0
+        decoder = config.decoder
+        frequencies, self._rope_factor = inverse_frequencies(decoder.rope, decoder.head_dim)
+        self._frequencies = torch.from_numpy(frequencies).to(self._device)  # [D / 2] float32
+        self._embedding = self._tensor(checkpoint.embedding(target_embedding))  # [V, d]
+        self._head = self._tensor(checkpoint.head(target_head))  # [Vd, d]
+        weights = checkpoint.weights
+        self._fc = self._weight(weights, "fc.weight")
+        self._hidden_norm = self._weight(weights, "hidden_norm.weight")
+        self._norm = self._weight(weights, "norm.weight")
+        self._context_kv, self._layers = self._load_layers(weights)
+        self._draft_to_target = self._index(checkpoint.draft_to_target)
+        self._previous_to_row = self._index(checkpoint.previous_to_row)
+        self._load_heads(weights)
+
+    def _tensor(self, array: Float32) -> Tensor:
+        return torch.from_numpy(array).to(device=self._device, dtype=self._dtype)
+
+    def _weight(self, weights: WeightSource, name: str) -> Tensor:
+        return self._tensor(weights.float32(name))
+
+    def _index(self, array: Int32 | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+    def _load_layers(self, weights: WeightSource) -> tuple[Tensor, list[_Layer]]:
+        """Return the key and value projection of all layers [L * 2 * Hkv * D, d] and the layers, which view
+        into it."""
+        decoder = self.config.decoder
+        indices = range(decoder.num_layers)
+
+        def load(index: int, name: str) -> Tensor:
+            return self._weight(weights, f"layers.{index}.{name}.weight")
+
+        parts = ("self_attn.k_proj", "self_attn.v_proj")
+        context_kv = torch.cat([load(index, part) for index in indices for part in parts])
+        kv = context_kv.view(decoder.num_layers, -1, decoder.hidden_size)
+        windows = self.config.sliding_windows or (None,) * decoder.num_layers
+        layers = [
+            _Layer(
+                input_norm=load(index, "input_layernorm"),
+                post_norm=load(index, "post_attention_layernorm"),
+                q=load(index, "self_attn.q_proj"),
+                kv=kv[index],
+                o=load(index, "self_attn.o_proj"),
+                gate_up=torch.cat([load(index, "mlp.gate_proj"), load(index, "mlp.up_proj")]),
+                down=load(index, "mlp.down_proj"),
+                q_norm=load(index, "self_attn.q_norm") if decoder.qk_norm else None,
+                k_norm=load(index, "self_attn.k_norm") if decoder.qk_norm else None,
+                window=windows[index],
+            )
+            for index in indices
+        ]
+        return context_kv, layers
+
+    def _load_heads(self, weights: WeightSource) -> None:
+        config = self.config
+        self._w1 = self._w2 = self._mix = self._mix_bias = self._confidence = None
+        self._confidence_bias = 0.0
+        if config.markov_rank:
+            self._w1 = self._weight(weights, "markov_head.markov_w1.weight")
+            self._w2 = self._weight(weights, "markov_head.markov_w2.weight")
+            mix = {"gated": "gate_proj", "rnn": "joint_proj"}.get(config.markov_head_type)
+            if mix is not None:
+                self._mix = self._weight(weights, f"markov_head.{mix}.weight")
+                self._mix_bias = self._weight(weights, f"markov_head.{mix}.bias")
+        if config.enable_confidence_head:
+            self._confidence = self._weight(weights, "confidence_head.proj.weight")
+            self._confidence_bias = float(weights.float32("confidence_head.proj.bias")[0])
+
+    # Caches
+
+    def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
+        """Allocate context keys and values of every layer, [L, num_slots, Hkv, D] each."""
+        decoder = self.config.decoder
+        shape = (decoder.num_layers, num_pages * page_size, decoder.num_kv_heads, decoder.head_dim)
+        self._page_size = page_size
+        self._k_cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._v_cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def cache_page_bytes(self, page_size: int) -> int:
+        """Return the bytes of one page over all layers, keys and values."""
+        decoder = self.config.decoder
+        row = decoder.num_kv_heads * decoder.head_dim * self._dtype.itemsize
+        return 2 * decoder.num_layers * page_size * row
+
+    @torch.inference_mode()
+    def append_context(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
+        """Write the context keys and values of features [N, m*d] into `slots` [N] of every layer."""
+        if not len(features):
+            return
+        decoder = self.config.decoder
+        num_rows = len(features)
+        hidden = linear(self._tensor(features), self._fc)
+        hidden = rms_norm(hidden, (decoder.hidden_size,), self._hidden_norm, decoder.rms_norm_eps)
+        shape = (num_rows, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        keys, values = linear(hidden, self._context_kv).view(shape).unbind(2)
+        tables = self._tables(self._ids(positions))
+        at = self._ids(slots)
+        for index, layer in enumerate(self._layers):
+            key = self._rotated(self._head_norm(keys[:, index], layer.k_norm), tables)
+            self._k_cache[index].index_copy_(0, at, key)
+            self._v_cache[index].index_copy_(0, at, values[:, index].contiguous())
+
+    # The block
+
+    @torch.inference_mode()
+    def draft(self, batch: DraftBatch) -> BlockOutput:
+        """Run the block pass of every sequence."""
+        hidden, logits = self._block(batch)
+        return BlockOutput(base_logits=logits.float().cpu().numpy(), hidden=hidden.float().cpu().numpy())
+
+    def _block(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
+        """Return hidden [R, G, d] after the final norm and base logits [R, G, Vd]."""
+        config, decoder = self.config, self.config.decoder
+        num_sequences, block_size, d = len(batch.anchors), config.block_size, decoder.hidden_size
+        anchor_positions = self._ids(batch.anchor_positions)
+        offsets = torch.arange(block_size, device=self._device)
+        tables = self._tables((anchor_positions[:, None] + offsets).reshape(-1))
+        page_table, context_len = self._ids(batch.page_table), self._ids(batch.context_len)
+        x = self._block_input(batch.anchors)
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(x, (d,), layer.input_norm, decoder.rms_norm_eps)
+            q = linear(normed, layer.q).view(-1, decoder.num_heads, decoder.head_dim)
+            kv = linear(normed, layer.kv).view(-1, 2, decoder.num_kv_heads, decoder.head_dim)
+            q = self._rotated(self._head_norm(q, layer.q_norm), tables)
+            k = self._rotated(self._head_norm(kv[:, 0], layer.k_norm), tables)
+            attended = block_attention(
+                q.view(num_sequences, block_size, *q.shape[1:]),
+                k.view(num_sequences, block_size, *k.shape[1:]),
+                kv[:, 1].reshape(num_sequences, block_size, *k.shape[1:]),
+                self._k_cache[index],
+                self._v_cache[index],
+                page_table=page_table,
+                context_len=context_len,
+                anchor_positions=anchor_positions,
+                page_size=self._page_size,
+                window=layer.window,
+            )
+            x = x + linear(attended.reshape(x.shape[0], -1), layer.o)
+            normed = rms_norm(x, (d,), layer.post_norm, decoder.rms_norm_eps)
+            gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
+            x = x + linear(silu(gate) * up, layer.down)
+        hidden = rms_norm(x, (d,), self._norm, decoder.rms_norm_eps)
+        logits = linear(hidden, self._head)
+        return hidden.view(num_sequences, block_size, d), logits.view(num_sequences, block_size, -1)
+
+    def _block_input(self, anchors: Int32) -> Tensor:
+        """Return the embeddings [R * G, d] of every anchor followed by G - 1 masks."""
+        ids = np.full((len(anchors), self.config.block_size), self.config.mask_token_id, np.int32)
+        ids[:, 0] = anchors
+        return self._embedding[self._ids(ids.reshape(-1))]
+
+    # Heads
+
+    def initial_state(self, num_sequences: int) -> Float32 | None:
+        """Return s_0 [R, r] = 0 of the RNN head, None for the others."""
+        if self.config.markov_rank and self.config.markov_head_type == "rnn":
+            return np.zeros((num_sequences, self.config.markov_rank), np.float32)
+        return None
+
+    @torch.inference_mode()
+    def head_step(
+        self, *, previous: Int32, hidden: Float32, state: Float32 | None
+    ) -> tuple[Float32 | None, Float32 | None]:
+        """Return B_k [R, Vd] (None at rank 0) and the next state [R, r] (None unless RNN)."""
+        embedded = self._previous(self._ids(previous))
+        if embedded is None:
+            return None, None
+        before = None if state is None else self._tensor(state)
+        bias, after = self._bias(embedded, self._tensor(hidden), before)
+        return bias.cpu().numpy(), None if after is None else after.float().cpu().numpy()
+
+    @torch.inference_mode()
+    def confidence_logits(self, *, previous: Int32, hidden: Float32) -> Float32 | None:
+        """Return the logits of c_k [R], None without a confidence head."""
+        logits = self._confidence_of(self._previous(self._ids(previous)), self._tensor(hidden))
+        return None if logits is None else logits.cpu().numpy()
+
+    @torch.inference_mode()
+    def draft_greedy(self, batch: DraftBatch, *, num_drafts: Int32) -> GreedyBlock:
+        """Draft whole greedy blocks without logits leaving torch; `num_drafts` [R], each at least 1."""
+        hidden, base = self._block(batch)
+        num_sequences, block_size = base.shape[:2]
+        tokens = np.zeros((num_sequences, block_size), np.int32)
+        confidence = None if self._confidence is None else np.zeros((num_sequences, block_size), np.float32)
+        finite = np.ones((num_sequences, block_size), np.bool_)
+        initial = self.initial_state(num_sequences)
+        state = None if initial is None else self._tensor(initial)
+        previous = self._ids(batch.anchors)
+        for k in range(int(num_drafts.max(initial=0))):
+            logits, embedded = base[:, k].float(), self._previous(previous)
+            if embedded is not None:
+                bias, state = self._bias(embedded, hidden[:, k], state)
+                logits = logits + bias
+            step_confidence = self._confidence_of(embedded, hidden[:, k])
+            best, previous = logits.max(dim=-1)
+            finite[:, k] = best.isfinite().cpu().numpy()
+            if step_confidence is not None and confidence is not None:
+                confidence[:, k] = step_confidence.cpu().numpy()
+                finite[:, k] &= np.isfinite(confidence[:, k])
+            if self._draft_to_target is not None:
+                previous = self._draft_to_target[previous]
+            tokens[:, k] = previous.cpu().numpy()
+        num_finite = np.where(finite.all(axis=1), block_size, finite.argmin(axis=1))
+        num_tokens = np.minimum(num_finite, num_drafts).astype(np.int32)
+        return GreedyBlock(tokens=tokens, num_tokens=num_tokens, confidence_logits=confidence)
+
+    def _previous(self, tokens: Tensor) -> Tensor | None:
+        """Return W1[x_{k-1}] [R, r], None at rank 0."""
+        if self._w1 is None:
+            return None
+        return self._w1[tokens if self._previous_to_row is None else self._previous_to_row[tokens]]
+
+    def _bias(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return B_k [R, Vd] float32 and the next RNN state (algorithm.md, section 2.2)."""
+        assert self._w2 is not None
+        if self._mix is None:
+            return linear(embedded, self._w2).float(), None
+        if self.config.markov_head_type == "gated":
+            gate = torch.sigmoid(linear(torch.cat([hidden, embedded], -1), self._mix, self._mix_bias))
+            return linear(gate * embedded, self._w2).float(), None
+        assert state is not None
+        joint = linear(torch.cat([state, embedded, hidden], -1), self._mix, self._mix_bias)
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        after = gate * state + (1 - gate) * torch.tanh(candidate)
+        return linear(torch.tanh(output), self._w2).float(), after
+
+    def _confidence_of(self, embedded: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Return the confidence logits [R] float32."""
+        if self._confidence is None:
+            return None
+        seen = hidden
+        if self.config.confidence_head_with_markov:
+            assert embedded is not None
+            seen = torch.cat([hidden, embedded], -1)
+        return linear(seen, self._confidence)[:, 0].float() + self._confidence_bias
+
+    # Small things
+
+    def _ids(self, array: Int32) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+    def _head_norm(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+        decoder = self.config.decoder
+        return heads if weight is None else rms_norm(heads, (decoder.head_dim,), weight, decoder.rms_norm_eps)
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [N, 1, D / 2] float32."""
+        return rope_tables(positions, self._frequencies, self._rope_factor)
+
+    def _rotated(self, heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(heads, *tables).to(self._dtype)
