@@ -1,0 +1,156 @@
+"""`dspark-client`: generate, chat and demo against a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark_client.chat import chat
+from dspark_client.connection import Connection, Message, RequestFailedError, ServerUnavailableError
+from dspark_client.demo import demo
+from dspark_client.terminal import remark, show_stream, summary
+
+__all__ = ["main"]
+
+_SAMPLING = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop_words",
+    "bad_words",
+    "ignore_eos",
+    "num_draft_tokens",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 done, 1 request refused, 2 no server, 130 Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        with Connection(args.url, model=args.model, timeout_s=args.timeout) as connection:
+            connection.check_ready()
+            status: int = args.run(connection, args)
+            return status
+    except ServerUnavailableError as error:
+        print(f"dspark-client: {error}", file=sys.stderr)
+        return 2
+    except RequestFailedError as error:
+        print(f"dspark-client: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        remark("[stopped]")
+        return 130
+
+
+def _generate(connection: Connection, args: argparse.Namespace) -> int:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt: str | list[Message] = text
+    if args.chat or args.system is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        prompt = [*system, {"role": "user", "content": text}]
+    generation = connection.generate(prompt, stream=args.stream, options=_sampling(args))
+    if args.json:
+        print(json.dumps(generation.run().as_dict(), ensure_ascii=False))
+    else:
+        show_stream(generation)
+        remark(summary(generation.answer))
+    return 0
+
+
+def _chat(connection: Connection, args: argparse.Namespace) -> int:
+    return chat(connection, system=args.system, options=_sampling(args))
+
+
+def _demo(connection: Connection, args: argparse.Namespace) -> int:
+    return demo(connection, out=args.out, rounds=args.rounds, max_tokens=args.max_tokens)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(args, name) for name in _SAMPLING}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dspark-client", description="Talks to a dspark model on a Triton server."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help="the prompt; - reads standard input")
+    generate.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
+    generate.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes"
+    )
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    generate.set_defaults(run=_generate)
+
+    talk = commands.add_parser("chat", help="a conversation in the terminal")
+    talk.set_defaults(run=_chat)
+    for command in (generate, talk):
+        command.add_argument("--system", metavar="TEXT", help="system message (implies the chat template)")
+        _add_sampling(command)
+
+    show = commands.add_parser("demo", help="plain against speculative decoding, on two prompts")
+    show.add_argument(
+        "--out", type=Path, default=Path("out/demo.json"), metavar="FILE", help="default: %(default)s"
+    )
+    show.add_argument("--rounds", type=_at_least_one, default=3, metavar="N", help="default: %(default)s")
+    show.add_argument(
+        "--max-tokens", type=_at_least_one, default=128, metavar="N", help="default: %(default)s"
+    )
+    show.set_defaults(run=_demo)
+
+    for command in (generate, talk, show):
+        command.add_argument("--url", default="127.0.0.1:8001", help="gRPC address (default: %(default)s)")
+        command.add_argument("--model", default="dspark", help="default: %(default)s")
+        command.add_argument(
+            "--timeout",
+            type=float,
+            default=600.0,
+            metavar="SECONDS",
+            help="longest answer (default: %(default)g)",
+        )
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (what is not given takes the server's default)")
+    group.add_argument("--max-tokens", type=int, metavar="N")
+    group.add_argument("--min-tokens", type=int, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="0 = off")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--stop", dest="stop_words", action="append", metavar="TEXT", help="may be repeated")
+    group.add_argument(
+        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_const", const=True)
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="N", help="most drafts verified per step; 0 = no speculation"
+    )
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is a whole number >= 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The Triton model. The only file that imports Triton's Python backend.
+
+`execute` parses and submits, and returns at once; answers leave through the outbox as the engine makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from dspark.config import load_serve_config
+from dspark.errors import EngineError, RequestError
+from dspark.request import Request, RequestOutput
+from dspark.runtime import Runtime, load_runtime
+from dspark.serving.parse import ModelLimits, parse_request
+from dspark.serving.paths import resolve_paths
+from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
+from dspark.serving.watch import RunDir, watch_parents
+
+__all__ = ["TritonPythonModel"]
+
+_log = logging.getLogger("dspark.serving")
+# Triton calls finalize once no request is open, so there is next to nothing to wait for.
+_DRAIN_TIMEOUT_S: Final = 5.0
+
+
+class TritonSender:
+    """One request's response sender, in our terms."""
+
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+
+    def send(self, arrays: Arrays, *, final: bool) -> None:
+        tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+        self._send(pb_utils.InferenceResponse(output_tensors=tensors), final=final)
+
+    def fail(self, code: str, message: str) -> None:
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, *, final: bool) -> None:
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)
+
+
+class TritonPythonModel:
+    """What Triton's Python backend calls."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load what model.yaml, the environment, config.pbtxt and the launcher name; the later wins.
+
+        Raises:
+            pb_utils.TritonModelException: with the reason, when it cannot be loaded.
+        """
+        _log_to_triton()
+        run_dir = RunDir.of_environment()
+        self._runtime: Runtime | None = None
+        watch_parents(run_dir, on_stop=self._stop_engine)
+        try:
+            overrides = _parameters_of_config(args["model_config"])
+            overrides.update({} if run_dir is None else run_dir.overrides)
+            version_dir = Path(args["model_repository"]) / args["model_version"]
+            config = resolve_paths(load_serve_config(version_dir / "model.yaml", overrides), base=version_dir)
+            runtime = load_runtime(config, progress=_log.info, base=version_dir)
+        except Exception as error:
+            _log.exception("loading failed")
+            raise pb_utils.TritonModelException(wire_error(error)[1]) from None
+        self._runtime = runtime
+        self._limits = ModelLimits(
+            vocab_size=runtime.target_config.vocab_size,
+            # A cache smaller than one context bounds a sequence, too.
+            max_context_len=min(
+                runtime.limits.max_context_len, runtime.limits.num_pages * runtime.limits.page_size
+            ),
+        )
+        self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
+        _log.info("ready (process %d)", os.getpid())
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Parse and submit; every failure becomes that request's own answer."""
+        for request in requests:
+            stream = self._outbox.open(TritonSender(request), client_id=request.request_id())
+            try:
+                self._submit(request, stream)
+            except Exception as error:
+                if wire_error(error)[0] == "INTERNAL":
+                    _log.exception("a request failed")
+                stream.fail(error)
+
+    def finalize(self) -> None:
+        """Let running requests end, fail the rest, stop the engine."""
+        if self._runtime is None:
+            return
+        self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
+        self._runtime.engine.close()
+        self._outbox.close()
+
+    def _submit(self, request: Any, stream: ResponseStream) -> None:
+        runtime = self._runtime
+        if runtime is None:
+            raise EngineError("the model is not loaded")
+        arrived_s = time.monotonic()
+        parsed = parse_request(
+            {tensor.name(): _array(tensor) for tensor in request.inputs()},
+            json.loads(request.parameters() or "{}"),
+            requested_outputs=request.requested_output_names(),
+            tokenizer=runtime.tokenizer,
+            limits=self._limits,
+        )
+        stream.parsed = parsed
+        if parsed.cancels:
+            self._cancel_others(stream)
+            return
+        timeout_s = parsed.timeout_ms / 1e3 or request.timeout() / 1e6  # Triton's own is in microseconds
+        runtime.engine.submit(
+            Request(
+                prompt_ids=parsed.prompt_ids,
+                params=parsed.params,
+                emit=stream.emit,
+                is_cancelled=stream.is_cancelled,
+                deadline_s=arrived_s + timeout_s if timeout_s else None,
+                priority=parsed.priority,
+            )
+        )
+
+    def _cancel_others(self, stream: ResponseStream) -> None:
+        """Cancel what runs under the same request id, and answer at once."""
+        if not stream.client_id:
+            raise RequestError("stop", True, "true only with the request id of the request to cancel")
+        for other in self._outbox.find(stream.client_id):
+            if other is not stream:
+                other.cancel()
+        stream.emit(RequestOutput(request_id=-1, text="", finish_reason="cancelled"))
+
+    def _stop_engine(self) -> None:
+        """Fail what is still running: the time to drain is over."""
+        if self._runtime is not None:
+            self._runtime.engine.close()
+
+
+def _array(tensor: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    array: np.ndarray[Any, np.dtype[Any]] = tensor.as_numpy()
+    return array
+
+
+def _parameters_of_config(model_config: str) -> dict[str, object]:
+    """Return the settings that config.pbtxt's `parameters` give."""
+    parameters = json.loads(model_config).get("parameters", {})
+    return {name: value["string_value"] for name, value in parameters.items()}
+
+
+class _TritonLogHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        if record.levelno >= logging.ERROR:
+            logger.log_error(self.format(record))
+        elif record.levelno >= logging.WARNING:
+            logger.log_warn(self.format(record))
+        else:
+            logger.log_info(self.format(record))
+
+
+def _log_to_triton() -> None:
+    """Send this package's log to the server's."""
+    log = logging.getLogger("dspark")
+    log.handlers = [_TritonLogHandler()]
+    log.setLevel(logging.INFO)
+    log.propagate = False
