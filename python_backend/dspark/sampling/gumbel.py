@@ -43,6 +43,7 @@ _LOWER = _gumbel(np.maximum(_BYTE, _FINEST)) - 1e-9
 _UPPER = _gumbel(np.minimum(_BYTE + 1 / 256.0, 1.0 - _FINEST)) + 1e-9
 _UPPER_BELOW_TOP = float(_UPPER[254])  # no token whose byte is not 255 has more noise than this, 5.54
 _UPPER_ANY = float(_UPPER[255])  # 28.4
+_SPARSE = 64  # a token in so many, or fewer: cheaper one by one than all bytes
 _NEAR = 3.0  # tokens this close to the likeliest one are tried for the first bound
 
 
@@ -58,7 +59,13 @@ def token_gumbel(token_ids: npt.NDArray[np.integer[Any]], *, seed: int, position
         float64 [n].
     """
     ids = token_ids.astype(np.uint64)
-    return _finish(_bytes_of(ids, seed, position), ids, seed, position)
+    n = len(ids)
+    counters = np.concatenate((ids >> np.uint64(4), ids >> np.uint64(2)))
+    purposes = np.repeat((int(Purpose.TOKEN_COARSE), int(Purpose.TOKEN_FINE)), n)
+    words = philox4x32(seed, counters, position, purposes)
+    lane = (ids & np.uint64(15)).astype(np.intp)
+    coarse = (words[lane >> 2, np.arange(n)] >> ((lane & 3) * 8).astype(np.uint32)) & np.uint32(255)
+    return _joined(coarse, words[lane & 3, np.arange(n, 2 * n)])
 
 
 def gumbel_argmax(
@@ -80,10 +87,26 @@ def gumbel_argmax(
     Returns:
         The token id.
     """
-    if len(log_weights) == 1:
-        return 0 if token_ids is None else int(token_ids[0])
-    ids = None if token_ids is None else token_ids.astype(np.uint64)
-    coarse = _all_bytes(len(log_weights), seed, position) if ids is None else _bytes_of(ids, seed, position)
+    if token_ids is None:
+        return _race(log_weights, _all_bytes(len(log_weights), seed, position), None, seed, position)
+    if len(token_ids) == 1:
+        return int(token_ids[0])
+    end = int(token_ids.max()) + 1
+    if _SPARSE * len(token_ids) < end:
+        noise = token_gumbel(token_ids, seed=seed, position=position)
+        return int(token_ids[int((log_weights + noise).argmax())])
+    coarse = _all_bytes(end, seed, position)[token_ids]
+    return int(token_ids[_race(log_weights, coarse, token_ids, seed, position)])
+
+
+def _race(
+    log_weights: npt.NDArray[np.floating[Any]],
+    coarse: npt.NDArray[np.uint8],
+    token_ids: npt.NDArray[np.int32] | None,
+    seed: int,
+    position: int,
+) -> int:
+    """Return the winning entry, from the leading bytes [n] of all and the words of those that may win."""
     top = float(log_weights.max())
     near = np.flatnonzero(log_weights >= top - _NEAR)
     # Some token reaches at least `bound`, so whatever cannot reach it is out of the race.
@@ -93,11 +116,11 @@ def gumbel_argmax(
     likely = likely[log_weights[likely] + _UPPER[coarse[likely]] >= bound]
     lucky = np.flatnonzero(coarse == 255)
     lucky = lucky[log_weights[lucky] >= bound - _UPPER_ANY]
-    racing = np.concatenate((likely, lucky))  # a token may stand in both
-    racing_ids = racing.astype(np.uint64) if ids is None else ids[racing]
-    reached = log_weights[racing] + _finish(coarse[racing], racing_ids, seed, position)
-    winner = racing[int(reached.argmax())]
-    return int(winner if token_ids is None else token_ids[winner])
+    racing = np.union1d(likely, lucky)
+    ids = (racing if token_ids is None else token_ids[racing]).astype(np.uint64)
+    words = philox4x32(seed, ids >> np.uint64(2), position, Purpose.TOKEN_FINE)
+    word = words[(ids & np.uint64(3)).astype(np.intp), np.arange(len(ids))]
+    return int(racing[int((log_weights[racing] + _joined(coarse[racing], word)).argmax())])
 
 
 def _all_bytes(n: int, seed: int, position: int) -> npt.NDArray[np.uint8]:
@@ -110,21 +133,6 @@ def _all_bytes(n: int, seed: int, position: int) -> npt.NDArray[np.uint8]:
     return words.view(np.uint8).reshape(-1)[:n]
 
 
-def _bytes_of(ids: npt.NDArray[np.uint64], seed: int, position: int) -> npt.NDArray[np.uint8]:
-    """Return the leading bytes of single tokens, by whichever way needs fewer counters."""
-    end = int(ids.max()) + 1
-    if 16 * len(ids) > end:
-        return _all_bytes(end, seed, position)[ids]
-    words = philox4x32(seed, ids >> np.uint64(4), position, Purpose.TOKEN_COARSE)
-    lane = (ids & np.uint64(15)).astype(np.intp)
-    word = words[lane >> 2, np.arange(len(ids))]
-    return np.asarray(word >> ((lane & 3) * 8).astype(np.uint32)).astype(np.uint8)
-
-
-def _finish(
-    coarse: npt.NDArray[np.uint8], ids: npt.NDArray[np.uint64], seed: int, position: int
-) -> npt.NDArray[np.float64]:
-    """Return the noise of single tokens whose leading bytes are known."""
-    words = philox4x32(seed, ids >> np.uint64(2), position, Purpose.TOKEN_FINE)
-    word = words[(ids & np.uint64(3)).astype(np.intp), np.arange(len(ids))]
+def _joined(coarse: npt.NDArray[np.unsignedinteger[Any]], word: npt.NDArray[np.uint32]) -> Float64:
+    """Return the noise whose leading byte and following word are these."""
     return _gumbel((coarse + (word + 0.5) * 2.0**-32) * 2.0**-8)

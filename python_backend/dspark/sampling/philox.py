@@ -22,6 +22,7 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 
 _ROUNDS = 10
+_FEW = 8  # counters up to which plain integers are faster than arrays
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -46,19 +47,25 @@ class Purpose(IntEnum):
         return cls[purpose.upper()] if isinstance(purpose, str) else purpose
 
 
-def philox4x32(seed: int, c0: npt.ArrayLike, c1: int = 0, c2: int = 0, c3: int = 0) -> UInt32:
-    """Return the four words of many counters that differ in their first word.
+def philox4x32(
+    seed: int, c0: npt.ArrayLike, c1: npt.ArrayLike = 0, c2: npt.ArrayLike = 0, c3: npt.ArrayLike = 0
+) -> UInt32:
+    """Return the four words of many counters.
 
     Arguments:
         seed: 64-bit key; its low half is the first key word.
         c0: [n] first counter words, values below 2**32.
-        c1, c2, c3: the other counter words.
+        c1, c2, c3: the other counter words, [n] or one for all.
 
     Returns:
         uint32 [4, n].
     """
     first = np.asarray(c0, np.uint64)
-    n = first.size
+    n = len(first)
+    if n <= _FEW:
+        counters = np.stack(np.broadcast_arrays(first, c1, c2, c3), axis=1).tolist()
+        few = [philox4x32_words(seed, *map(int, counter)) for counter in counters]
+        return np.array(few, np.uint32).reshape(n, 4).T
     evens = np.empty((2, n), np.uint64)  # c0, c2: what is multiplied
     odds = np.empty((2, n), np.uint64)  # c1, c3; the high half is ignored
     evens[0], evens[1] = first, c2
@@ -133,7 +140,7 @@ def uniform(
 
 def randint4x(seed: int, offset: npt.ArrayLike) -> UInt32:
     """Return `tl.randint4x(seed, offset)` of the Triton language, uint32 [4, n]; offsets are 32-bit."""
-    return philox4x32(seed, np.asarray(offset, np.uint64))
+    return philox4x32(seed, np.atleast_1d(np.asarray(offset, np.uint64)))
 
 
 def rand(seed: int, offset: npt.ArrayLike) -> npt.NDArray[np.float32]:
