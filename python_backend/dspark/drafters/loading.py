@@ -89,7 +89,7 @@ def _builtin(spec: str) -> Drafter | None:
         return NoneDrafter()
     if spec == "ngram":
         return NgramDrafter()
-    if not Path(spec).is_dir():
+    if not spec or not Path(spec).is_dir():
         raise ConfigError(f"drafter: must be none, ngram or the folder of a checkpoint, got {spec!r}")
     return None
 
