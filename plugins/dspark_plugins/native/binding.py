@@ -1,0 +1,313 @@
+"""The C interface through ctypes: handles with owners, arrays as pointers.
+
+Checks nothing that the native code does not need to be told: the executors validate their batches first. Calls release
+the interpreter's lock; a pool is used by one thread at a time, which its own lock sees to.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "DTYPES",
+    "Arena",
+    "DecoderShape",
+    "Matrix",
+    "NativeDecoder",
+    "NativeError",
+    "Pool",
+    "isa",
+    "native_available",
+    "native_unavailable_reason",
+]
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+RowKind = Literal["plain", "gate", "up"]
+MatrixRole = Literal["qkv", "output", "gate_up", "down"]
+NormRole = Literal["input", "post", "q", "k", "final"]
+
+DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+_ROW_KINDS = {"plain": 0, "gate": 1, "up": 2}
+_MATRIX_ROLES = {"qkv": 0, "output": 1, "gate_up": 2, "down": 3}
+_NORM_ROLES = {"input": 0, "post": 1, "q": 2, "k": 3, "final": 4}
+CHAIN, MASK, BLOCK = 0, 1, 2  # what a row sees of its own sequence's rows
+_ISAS = ("avx512", "avx2", "portable")
+
+
+class NativeError(Exception):
+    """Native code cannot run, or there is no memory for what it was asked."""
+
+
+class _DecoderConfig(ct.Structure):
+    _fields_ = (
+        *((name, ct.c_int32) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")),
+        *((name, ct.c_int32) for name in ("num_kv_heads", "head_dim", "dtype", "cache_dtype")),
+        ("rms_norm_eps", ct.c_float),
+        ("windows", ct.c_void_p),
+        ("isa", ct.c_char_p),
+    )
+
+
+class Pass(ct.Structure):
+    """One call of a decoder; the fields are DSparkPass's of dspark_native.h, arrays as addresses."""
+
+    _fields_ = (
+        *((name, ct.c_int32) for name in ("num_rows", "num_sequences", "max_pages", "page_size", "mask_words")),
+        *((name, ct.c_int32) for name in ("visibility", "num_logit_rows", "num_taps", "logits_width", "reserved")),
+        *((name, ct.c_void_p) for name in ("tokens", "positions", "query_start", "context_len", "page_table")),
+        *((name, ct.c_void_p) for name in ("slots", "ancestors", "logit_rows", "taps", "cos", "sin")),
+        *((name, ct.c_void_p) for name in ("features", "hidden", "logits", "argmax", "finite")),
+    )
+
+
+_handle, _i32, _i64, _ptr, _text = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_void_p, ct.c_char_p
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "dspark_isa": (_text, (_text,)),
+    "dspark_pool_create": (_handle, (_i32, _i32)),
+    "dspark_pool_destroy": (None, (_handle,)),
+    "dspark_pool_threads": (_i32, (_handle,)),
+    "dspark_arena_create": (_handle, ()),
+    "dspark_arena_destroy": (None, (_handle,)),
+    "dspark_arena_bytes": (_i64, (_handle,)),
+    "dspark_matrix_create": (_handle, (_handle, _i32, _i32, _i32)),
+    "dspark_matrix_pack": (None, (_handle, _handle, _ptr, _i32, _i32, _i32)),
+    "dspark_matrix_rows": (None, (_handle, _handle, _ptr, _i32, _ptr)),
+    "dspark_matrix_bytes": (_i64, (_handle,)),
+    "dspark_matrix_apply": (None, (_handle, _handle, _text, _ptr, _i32, _ptr)),
+    "dspark_decoder_create": (_handle, (ct.POINTER(_DecoderConfig), _handle)),
+    "dspark_decoder_destroy": (None, (_handle,)),
+    "dspark_decoder_set_matrix": (None, (_handle, _i32, _i32, _handle)),
+    "dspark_decoder_set_norm": (None, (_handle, _i32, _i32, _ptr, _i32)),
+    "dspark_decoder_set_ends": (None, (_handle, _handle, _handle)),
+    "dspark_decoder_allocate_cache": (_i32, (_handle, _i64)),
+    "dspark_decoder_forward": (None, (_handle, ct.POINTER(Pass))),
+    "dspark_decoder_append": (None, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
+}
+
+_load_lock = threading.Lock()
+_library: ct.CDLL | None = None
+_reason: str | None = None
+
+
+def _load() -> ct.CDLL:
+    """Return the library, built and opened on first use. Raises NativeError with the reason, remembered."""
+    global _library, _reason
+    from dspark_plugins.native.build import BuildError, build_library  # late: build.py is also a program
+
+    with _load_lock:
+        if _library is None and _reason is None:
+            try:
+                library = ct.CDLL(str(build_library()))
+                for name, (result, arguments) in _SIGNATURES.items():
+                    function = getattr(library, name)
+                    function.restype, function.argtypes = result, arguments
+                _library = library
+            except (BuildError, OSError, AttributeError) as error:
+                _reason = str(error)
+        if _library is None:
+            raise NativeError(_reason)
+        return _library
+
+
+def native_unavailable_reason() -> str | None:
+    """Return why native code cannot run here, None when it can. The first call may compile for some seconds."""
+    try:
+        _load()
+    except NativeError as error:
+        return str(error)
+    return None
+
+
+def native_available() -> bool:
+    return native_unavailable_reason() is None
+
+
+def _wanted_isa() -> bytes | None:
+    wanted = os.environ.get("DSPARK_NATIVE_ISA")
+    if wanted is None:
+        return None
+    if wanted not in _ISAS:
+        raise NativeError(f"DSPARK_NATIVE_ISA is {wanted!r}, allowed are {', '.join(_ISAS)}")
+    return wanted.encode()
+
+
+def isa() -> str:
+    """Return the instruction set in use: avx512, avx2 or portable (DSPARK_NATIVE_ISA forces a lower one)."""
+    name: bytes = _load().dspark_isa(_wanted_isa())
+    return name.decode()
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+class Pool:
+    """Worker threads; the caller's own thread is one of `num_threads`."""
+
+    def __init__(self, num_threads: int, *, pin: bool = False) -> None:
+        self._library = _load()
+        self.handle = self._library.dspark_pool_create(num_threads, int(pin))
+        self.num_threads: int = self._library.dspark_pool_threads(self.handle)
+        self.lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.dspark_pool_destroy(self.handle)
+            self.handle = None
+
+
+class Arena:
+    """Memory of weight matrices, freed as a whole."""
+
+    def __init__(self) -> None:
+        self._library = _load()
+        self.handle = self._library.dspark_arena_create()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.dspark_arena_bytes(self.handle))
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.dspark_arena_destroy(self.handle)
+            self.handle = None
+
+
+class Matrix:
+    """A packed weight matrix [num_outputs, num_inputs] of one dtype."""
+
+    def __init__(self, arena: Arena, pool: Pool, *, dtype: str, num_outputs: int, num_inputs: int) -> None:
+        self._library, self._arena, self._pool = _load(), arena, pool
+        self.dtype, self.num_outputs, self.num_inputs = dtype, num_outputs, num_inputs
+        self.handle = self._library.dspark_matrix_create(arena.handle, DTYPES[dtype], num_outputs, num_inputs)
+        if not self.handle:
+            raise NativeError(f"no memory for a weight matrix of {num_outputs} x {num_inputs} {dtype}")
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.dspark_matrix_bytes(self.handle))
+
+    def pack(self, rows: Float32, *, first_row: int = 0, kind: RowKind = "plain") -> None:
+        """Convert and store rows [n, num_inputs] as outputs first_row.. of their kind."""
+        rows = np.ascontiguousarray(rows, np.float32)
+        limit = self.num_outputs if kind == "plain" else self.num_outputs // 2
+        if rows.ndim != 2 or rows.shape[1] != self.num_inputs or first_row + len(rows) > limit:
+            raise NativeError(
+                f"rows {list(rows.shape)} at {first_row} do not fit a matrix of {limit} x {self.num_inputs}"
+            )
+        with self._pool.lock:
+            self._library.dspark_matrix_pack(
+                self.handle, self._pool.handle, _address(rows), len(rows), first_row, _ROW_KINDS[kind]
+            )
+
+    def rows(self, ids: Int32) -> Float32:
+        """Return rows [n, num_inputs], widened to float32."""
+        ids = np.ascontiguousarray(ids, np.int32)
+        if len(ids) and not (0 <= ids.min() and ids.max() < self.num_outputs):
+            raise NativeError(f"row ids {ids.min()} to {ids.max()} are outside 0 to {self.num_outputs - 1}")
+        out = np.empty((len(ids), self.num_inputs), np.float32)
+        with self._pool.lock:
+            self._library.dspark_matrix_rows(self.handle, self._pool.handle, _address(ids), len(ids), _address(out))
+        return out
+
+    def apply(self, x: Float32) -> Float32:
+        """Return x [n, num_inputs] times the transposed matrix: [n, num_outputs]."""
+        x = np.ascontiguousarray(x, np.float32)
+        if x.ndim != 2 or x.shape[1] != self.num_inputs:
+            raise NativeError(f"input is {list(x.shape)}, allowed is [n, {self.num_inputs}]")
+        out = np.empty((len(x), self.num_outputs), np.float32)
+        if len(x):
+            with self._pool.lock:
+                self._library.dspark_matrix_apply(
+                    self.handle, self._pool.handle, _wanted_isa(), _address(x), len(x), _address(out)
+                )
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a stack of decoder layers. `windows` holds one sliding window per layer, 0 = all positions."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    windows: Sequence[int] = ()
+
+
+class NativeDecoder:
+    """A stack of decoder layers with its paged cache."""
+
+    def __init__(self, shape: DecoderShape, pool: Pool, *, dtype: str, cache_dtype: str) -> None:
+        self._library, self.pool, self.shape = _load(), pool, shape
+        self._keep: list[Matrix] = []
+        windows = np.array(shape.windows or [0] * shape.num_layers, np.int32)
+        config = _DecoderConfig(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=DTYPES[dtype],
+            cache_dtype=DTYPES[cache_dtype],
+            rms_norm_eps=shape.rms_norm_eps,
+            windows=_address(windows),
+            isa=_wanted_isa(),
+        )
+        self.handle = self._library.dspark_decoder_create(ct.byref(config), pool.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.dspark_decoder_destroy(self.handle)
+            self.handle = None
+
+    def set_matrix(self, layer: int, role: MatrixRole, matrix: Matrix) -> None:
+        self._keep.append(matrix)
+        self._library.dspark_decoder_set_matrix(self.handle, layer, _MATRIX_ROLES[role], matrix.handle)
+
+    def set_norm(self, layer: int, role: NormRole, weight: Float32) -> None:
+        weight = np.ascontiguousarray(weight, np.float32)
+        self._library.dspark_decoder_set_norm(
+            self.handle, layer, _NORM_ROLES[role], _address(weight), weight.size
+        )
+
+    def set_ends(self, embedding: Matrix, head: Matrix | None) -> None:
+        self._keep += [embedding] if head is None else [embedding, head]
+        self._library.dspark_decoder_set_ends(self.handle, embedding.handle, head.handle if head else None)
+
+    def allocate_cache(self, num_slots: int) -> None:
+        if self._library.dspark_decoder_allocate_cache(self.handle, num_slots):
+            raise NativeError(f"no memory for a cache of {num_slots} slots")
+
+    def forward(self, call: Pass) -> None:
+        with self.pool.lock:
+            self._library.dspark_decoder_forward(self.handle, ct.byref(call))
+
+    def append(
+        self, fc: Matrix, norm: Float32, features: Float32, positions: Int32, slots: Int32, cos: Float32, sin: Float32
+    ) -> None:
+        with self.pool.lock:
+            self._library.dspark_decoder_append(
+                self.handle,
+                fc.handle,
+                _address(norm),
+                _address(features),
+                len(features),
+                _address(positions),
+                _address(slots),
+                _address(cos),
+                _address(sin),
+            )

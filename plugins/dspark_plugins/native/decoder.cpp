@@ -1,0 +1,533 @@
+// One pass over a stack of decoder layers, written as phases of the pool.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "dspark_native.h"
+#include "isa.hpp"
+#include "kernels.hpp"
+#include "memory.hpp"
+#include "pool.hpp"
+
+namespace dspark {
+namespace {
+
+enum Kind : int32_t {
+  kInputRows,   // [rows] embedding at layer 0; tap; input norm
+  kQkv,         // [panels]
+  kHeads,       // [rows] norms, rotation, cache write
+  kAttend,      // [rows * kv_heads (* chunks)]
+  kMergeRows,   // [rows] merge chunks; convert for the output projection
+  kOutput,      // [panels] residual add
+  kPostRows,    // [rows] post-attention norm
+  kGateUp,      // [panels] silu(gate) * up
+  kActRows,     // [rows] int8 only: quantise the activations
+  kDown,        // [panels] residual add
+  kTapRows,     // [rows] tap of the last layer
+  kFinalRows,   // [logit rows] final norm
+  kHead,        // [panels]
+  kArgmax,      // [logit rows]
+  kFeatureRows, // append: [rows] convert features
+  kFeatures,    // append: [panels] fc
+  kContextRows, // append: [rows] norm
+  kKeysValues,  // append: [panels] K and V projections
+  kKeyHeads,    // append: [rows]
+};
+
+struct PhaseInfo {
+  Kind kind;
+  int layer;
+};
+
+struct Layer {
+  const Matrix *qkv = nullptr, *output = nullptr, *gate_up = nullptr, *down = nullptr;
+  std::vector<float> input_norm, post_norm, q_norm, k_norm;
+  int window = 0;
+};
+
+}  // namespace
+
+class Decoder {
+ public:
+  Decoder(const DSparkDecoderConfig& c, Pool& pool);
+  ~Decoder() { unmap_pages(cache_, cache_bytes_); }
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  bool allocate_cache(int64_t num_slots);
+  void forward(const DSparkPass& pass);
+  void append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
+              const int32_t* slots, const float* cos, const float* sin);
+
+  std::vector<Layer> layers;
+  std::vector<float> final_norm;
+  const Matrix* embedding = nullptr;
+  const Matrix* head = nullptr;
+
+ private:
+  static void body(void* self, int phase, int begin, int end, int thread);
+  void run(PhaseInfo phase, int begin, int end, int thread);
+  void add(Kind kind, int layer, int64_t total) {
+    plan_.push_back({kind, layer});
+    totals_.push_back(static_cast<int32_t>(total));
+  }
+  void reserve_rows(int rows);
+  void plan_sequences();
+  void input_row(int layer, int t);
+  void attend(int layer, int item, int thread);
+  void attend_chunk(int layer, int t, int kv_head, int chunk, float* partial, int thread);
+  void merge_row(int t);
+  void project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out, int64_t out_stride,
+               int rows, int begin, int end);
+  CacheLayer cache_layer(int layer) const;
+  float* residual(int t) { return residual_.as<float>() + int64_t{t} * hidden_; }
+  uint8_t* input(int t) { return input_.as<uint8_t>() + t * input_stride_; }
+
+  const Kernels& kernels_;
+  Pool& pool_;
+  const int hidden_, intermediate_, heads_, kv_heads_, dim_, dim_pad_, group_, qkv_width_;
+  const Dtype dtype_, cache_dtype_;
+  const float eps_;
+  const int64_t hidden_stride_, attention_stride_, activation_stride_, partial_size_;
+  int64_t input_stride_ = 0;
+
+  void* cache_ = nullptr;
+  int64_t cache_bytes_ = 0, layer_bytes_ = 0, values_offset_ = 0;
+
+  // Scratch of one pass.
+  Buffer residual_, input_, qkv_, attention_, attention_in_, activation_, activation_in_, partial_, final_, staging_,
+      append_in_;
+  std::vector<Buffer> thread_partial_;
+  std::vector<PhaseInfo> plan_;
+  std::vector<int32_t> totals_;
+  std::vector<int32_t> row_sequence_, row_visible_, key_slots_, mask_slots_;
+  std::vector<int64_t> key_start_;
+  bool split_ = false;
+  int max_chunks_ = 1;
+  DSparkPass pass_{};
+  const Matrix* fc_ = nullptr;
+  const float* context_norm_ = nullptr;
+  const float* features_ = nullptr;
+};
+
+Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
+    : layers(static_cast<size_t>(c.num_layers)),
+      kernels_(kernels_for(c.isa)),
+      pool_(pool),
+      hidden_(c.hidden_size),
+      intermediate_(c.intermediate_size),
+      heads_(c.num_heads),
+      kv_heads_(c.num_kv_heads),
+      dim_(c.head_dim),
+      dim_pad_(round_up(c.head_dim, 16)),
+      group_(c.num_heads / c.num_kv_heads),
+      qkv_width_((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+      dtype_(static_cast<Dtype>(c.dtype)),
+      cache_dtype_(static_cast<Dtype>(c.cache_dtype)),
+      eps_(c.rms_norm_eps),
+      hidden_stride_(prepared_row_bytes(dtype_, round_up(c.hidden_size, kGroup))),
+      attention_stride_(prepared_row_bytes(dtype_, round_up(c.num_heads * c.head_dim, kGroup))),
+      activation_stride_(prepared_row_bytes(dtype_, round_up(c.intermediate_size, kGroup))),
+      partial_size_(static_cast<int64_t>(group_) * (2 + dim_pad_)),
+      thread_partial_(static_cast<size_t>(pool.num_threads())) {
+  input_stride_ = hidden_stride_;
+  for (int i = 0; i < c.num_layers; ++i) layers[static_cast<size_t>(i)].window = c.windows ? c.windows[i] : 0;
+  staging_.reserve(int64_t{pool.num_threads()} * 4 * dim_pad_ * 16 * 4);
+}
+
+bool Decoder::allocate_cache(int64_t num_slots) {
+  unmap_pages(cache_, cache_bytes_);
+  const int64_t element = cache_dtype_ == kFloat32 ? 4 : 2;
+  num_slots = (num_slots + 15) / 16 * 16;
+  values_offset_ = (num_slots * kv_heads_ * dim_ * element + 63) / 64 * 64;
+  layer_bytes_ = values_offset_ + (num_slots * kv_heads_ * dim_pad_ * element + 63) / 64 * 64;
+  cache_bytes_ = layer_bytes_ * static_cast<int64_t>(layers.size());
+  cache_ = map_pages(cache_bytes_);
+  return cache_ != nullptr;
+}
+
+CacheLayer Decoder::cache_layer(int layer) const {
+  uint8_t* base = static_cast<uint8_t*>(cache_) + layer * layer_bytes_;
+  return {base, base + values_offset_, cache_dtype_, kv_heads_, dim_, dim_pad_};
+}
+
+void Decoder::reserve_rows(int rows) {
+  residual_.reserve(int64_t{rows} * hidden_ * 4);
+  input_.reserve(rows * hidden_stride_);
+  qkv_.reserve(int64_t{rows} * qkv_width_ * 4);
+  attention_.reserve(int64_t{rows} * heads_ * dim_ * 4);
+  attention_in_.reserve(rows * attention_stride_);
+  activation_in_.reserve(rows * activation_stride_);
+  if (dtype_ == kInt8) activation_.reserve(int64_t{rows} * round_up(intermediate_, kGroup) * 4);
+}
+
+// Which keys every row sees: key_slots_ lists each sequence's cached slots, then those of its own rows.
+void Decoder::plan_sequences() {
+  const DSparkPass& p = pass_;
+  row_sequence_.resize(static_cast<size_t>(p.num_rows));
+  row_visible_.resize(static_cast<size_t>(p.num_rows));
+  key_start_.resize(static_cast<size_t>(p.num_sequences));
+  key_slots_.clear();
+  int most = 1;
+  for (int i = 0; i < p.num_sequences; ++i) {
+    const int first = p.query_start[i], last = p.query_start[i + 1], context = p.context_len[i];
+    const int32_t* pages = p.page_table + int64_t{i} * p.max_pages;
+    key_start_[static_cast<size_t>(i)] = static_cast<int64_t>(key_slots_.size());
+    for (int j = 0; j < context; ++j) key_slots_.push_back(pages[j / p.page_size] * p.page_size + j % p.page_size);
+    for (int t = first; t < last; ++t) {
+      key_slots_.push_back(p.slots[t]);
+      int seen = t - first + 1;
+      if (p.visibility == DSPARK_VISIBLE_BLOCK) seen = last - first;
+      if (p.visibility == DSPARK_VISIBLE_MASK) {
+        seen = 0;
+        for (int w = 0; w < p.mask_words; ++w) {
+          seen += __builtin_popcount(static_cast<uint32_t>(p.ancestors[int64_t{t} * p.mask_words + w]));
+        }
+      }
+      row_sequence_[static_cast<size_t>(t)] = i;
+      row_visible_[static_cast<size_t>(t)] = context + seen;
+      most = context + seen > most ? context + seen : most;
+    }
+  }
+  max_chunks_ = (most + kChunk - 1) / kChunk;
+  const int64_t items = int64_t{p.num_rows} * kv_heads_;
+  split_ = max_chunks_ > 1 && items < 8 * pool_.num_threads();
+  if (split_) {
+    partial_.reserve(items * max_chunks_ * partial_size_ * 4);
+  } else {
+    for (Buffer& b : thread_partial_) b.reserve(max_chunks_ * partial_size_ * 4);
+  }
+}
+
+void Decoder::forward(const DSparkPass& pass) {
+  pass_ = pass;
+  const int rows = pass.num_rows, picked = pass.num_logit_rows;
+  reserve_rows(rows);
+  final_.reserve(int64_t{picked} * hidden_stride_ + 64);
+  plan_sequences();
+  plan_.clear();
+  totals_.clear();
+  for (int l = 0; l < static_cast<int>(layers.size()); ++l) {
+    const Layer& layer = layers[static_cast<size_t>(l)];
+    add(kInputRows, l, rows);
+    add(kQkv, l, layer.qkv->panels);
+    add(kHeads, l, rows);
+    add(kAttend, l, int64_t{rows} * kv_heads_ * (split_ ? max_chunks_ : 1));
+    add(kMergeRows, l, rows);
+    add(kOutput, l, layer.output->panels);
+    add(kPostRows, l, rows);
+    add(kGateUp, l, layer.gate_up->panels);
+    if (dtype_ == kInt8) add(kActRows, l, rows);
+    add(kDown, l, layer.down->panels);
+  }
+  const int last = static_cast<int>(layers.size()) - 1;
+  for (int i = 0; i < pass.num_taps; ++i) {
+    if (pass.taps[i] == last) {
+      add(kTapRows, last, rows);
+      break;
+    }
+  }
+  if (picked > 0) {
+    add(kFinalRows, 0, picked);
+    if (pass.logits) {
+      add(kHead, 0, head->panels);
+      if (pass.argmax) add(kArgmax, 0, picked);
+    }
+  }
+  pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+void Decoder::append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
+                     const int32_t* slots, const float* cos, const float* sin) {
+  pass_ = DSparkPass{};
+  pass_.num_rows = rows;
+  pass_.positions = positions;
+  pass_.slots = slots;
+  pass_.cos = cos;
+  pass_.sin = sin;
+  fc_ = &fc;
+  context_norm_ = norm;
+  features_ = features;
+  reserve_rows(rows);
+  append_in_.reserve(rows * prepared_row_bytes(fc.dtype, fc.k_pad));
+  plan_.clear();
+  totals_.clear();
+  add(kFeatureRows, 0, rows);
+  add(kFeatures, 0, fc.panels);
+  add(kContextRows, 0, rows);
+  const int skipped = heads_ * dim_ / kPanel;
+  for (int l = 0; l < static_cast<int>(layers.size()); ++l) {
+    add(kKeysValues, l, layers[static_cast<size_t>(l)].qkv->panels - skipped);
+    add(kKeyHeads, l, rows);
+  }
+  pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+void Decoder::body(void* self, int phase, int begin, int end, int thread) {
+  auto* d = static_cast<Decoder*>(self);
+  d->run(d->plan_[static_cast<size_t>(phase)], begin, end, thread);
+}
+
+void Decoder::project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out,
+                      int64_t out_stride, int rows, int begin, int end) {
+  Gemm g{};
+  g.w = &w;
+  g.x = x;
+  g.x_stride = x_stride;
+  g.rows = rows;
+  g.epilogue = epilogue;
+  g.out = out;
+  g.out_stride = out_stride;
+  if (epilogue == kSilu) {
+    const bool raw = dtype_ == kInt8;
+    g.activation = raw ? activation_.as<uint8_t>() : activation_in_.as<uint8_t>();
+    g.activation_stride = raw ? int64_t{round_up(intermediate_, kGroup)} * 4 : activation_stride_;
+    g.activation_dtype = raw ? kFloat32 : dtype_;
+  }
+  kernels_.gemm(g, begin, end);
+}
+
+void Decoder::input_row(int layer, int t) {
+  float* x = residual(t);
+  if (layer == 0) matrix_row(*embedding, pass_.tokens[t], x);
+  for (int i = 0; i < pass_.num_taps; ++i) {
+    if (pass_.taps[i] != layer - 1) continue;
+    std::memcpy(pass_.features + (int64_t{t} * pass_.num_taps + i) * hidden_, x, static_cast<size_t>(hidden_) * 4);
+  }
+}
+
+void Decoder::attend_chunk(int layer, int t, int kv_head, int chunk, float* partial, int thread) {
+  const DSparkPass& p = pass_;
+  const int i = row_sequence_[static_cast<size_t>(t)], context = p.context_len[i];
+  const int visible = row_visible_[static_cast<size_t>(t)], window = layers[static_cast<size_t>(layer)].window;
+  const int start = chunk * kChunk;
+  Attention a{};
+  a.end = visible - start < kChunk ? visible - start : kChunk;
+  if (window > 0) {
+    int low = p.positions[t] - window + 1;
+    low = low > context ? context : low;
+    a.begin = low > start ? low - start : 0;
+  }
+  if (a.begin >= a.end) {  // the whole chunk lies before the window
+    for (int h = 0; h < group_; ++h) {
+      float* out = partial + int64_t{h} * (2 + dim_pad_);
+      std::memset(out, 0, static_cast<size_t>(2 + dim_pad_) * 4);
+      out[0] = -INFINITY;
+    }
+    return;
+  }
+  int32_t slots[kChunk];
+  const int32_t* keys = key_slots_.data() + key_start_[static_cast<size_t>(i)];
+  if (p.visibility == DSPARK_VISIBLE_MASK) {
+    const int cached = context - start < 0 ? 0 : context - start < a.end ? context - start : a.end;
+    std::memcpy(slots, keys + start, static_cast<size_t>(cached) * 4);
+    // Own rows that the mask names, in order; those that fell into earlier chunks are skipped.
+    const uint32_t* mask = reinterpret_cast<const uint32_t*>(p.ancestors) + int64_t{t} * p.mask_words;
+    int at = context - start;
+    for (int w = 0; w < p.mask_words; ++w) {
+      for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1, ++at) {
+        if (at >= 0 && at < a.end) slots[at] = keys[context + w * 32 + __builtin_ctz(bits)];
+      }
+    }
+  } else {
+    std::memcpy(slots, keys + start, static_cast<size_t>(a.end) * 4);
+  }
+  a.cache = cache_layer(layer);
+  a.kv_head = kv_head;
+  a.group = group_;
+  a.q = qkv_.as<float>() + int64_t{t} * qkv_width_ + int64_t{kv_head} * group_ * dim_;
+  a.slots = slots;
+  a.partial = partial;
+  a.staging = staging_.as<uint8_t>() + int64_t{thread} * 4 * dim_pad_ * 16 * 4;
+  kernels_.attend(a);
+}
+
+void Decoder::attend(int layer, int item, int thread) {
+  const int rows = pass_.num_rows;
+  if (split_) {
+    const int chunk = item % max_chunks_, kv_head = item / max_chunks_ % kv_heads_, t = item / max_chunks_ / kv_heads_;
+    if (chunk * kChunk >= row_visible_[static_cast<size_t>(t)]) return;
+    attend_chunk(layer, t, kv_head, chunk, partial_.as<float>() + item * partial_size_, thread);
+    return;
+  }
+  const int t = item % rows, kv_head = item / rows;
+  const int chunks = (row_visible_[static_cast<size_t>(t)] + kChunk - 1) / kChunk;
+  float* partial = thread_partial_[static_cast<size_t>(thread)].as<float>();
+  for (int c = 0; c < chunks; ++c) attend_chunk(layer, t, kv_head, c, partial + c * partial_size_, thread);
+  float* out = attention_.as<float>() + (int64_t{t} * heads_ + int64_t{kv_head} * group_) * dim_;
+  kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out);
+}
+
+void Decoder::merge_row(int t) {
+  float* out = attention_.as<float>() + int64_t{t} * heads_ * dim_;
+  if (split_) {
+    const int chunks = (row_visible_[static_cast<size_t>(t)] + kChunk - 1) / kChunk;
+    for (int h = 0; h < kv_heads_; ++h) {
+      const float* partial = partial_.as<float>() + (int64_t{t} * kv_heads_ + h) * max_chunks_ * partial_size_;
+      kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out + int64_t{h} * group_ * dim_);
+    }
+  }
+  const int width = heads_ * dim_;
+  kernels_.prepare_row(out, nullptr, 0.0f, width, round_up(width, kGroup), dtype_,
+                       attention_in_.as<uint8_t>() + t * attention_stride_);
+}
+
+void Decoder::run(PhaseInfo phase, int begin, int end, int thread) {
+  const Layer& layer = layers[static_cast<size_t>(phase.layer)];
+  const int rows = pass_.num_rows, hidden_pad = round_up(hidden_, kGroup);
+  switch (phase.kind) {
+    case kInputRows:
+      for (int t = begin; t < end; ++t) {
+        input_row(phase.layer, t);
+        kernels_.prepare_row(residual(t), layer.input_norm.data(), eps_, hidden_, hidden_pad, dtype_, input(t));
+      }
+      return;
+    case kQkv:
+      return project(*layer.qkv, input(0), hidden_stride_, kStore, qkv_.as<float>(), qkv_width_, rows, begin, end);
+    case kHeads:
+    case kKeyHeads:
+      for (int t = begin; t < end; ++t) {
+        RowHeads r{};
+        r.qkv = qkv_.as<float>() + int64_t{t} * qkv_width_;
+        r.heads = heads_;
+        r.q_norm = layer.q_norm.empty() ? nullptr : layer.q_norm.data();
+        r.k_norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
+        r.eps = eps_;
+        r.q_scale = 1.0f / std::sqrt(static_cast<float>(dim_));
+        r.cos = pass_.cos + int64_t{pass_.positions[t]} * (dim_ / 2);
+        r.sin = pass_.sin + int64_t{pass_.positions[t]} * (dim_ / 2);
+        r.cache = cache_layer(phase.layer);
+        r.slot = pass_.slots[t];
+        r.with_queries = phase.kind == kHeads;
+        kernels_.heads(r);
+      }
+      return;
+    case kAttend:
+      for (int i = begin; i < end; ++i) attend(phase.layer, i, thread);
+      return;
+    case kMergeRows:
+      for (int t = begin; t < end; ++t) merge_row(t);
+      return;
+    case kOutput:
+      return project(*layer.output, attention_in_.as<uint8_t>(), attention_stride_, kAdd, residual(0), hidden_, rows,
+                     begin, end);
+    case kPostRows:
+      for (int t = begin; t < end; ++t) {
+        kernels_.prepare_row(residual(t), layer.post_norm.data(), eps_, hidden_, hidden_pad, dtype_, input(t));
+      }
+      return;
+    case kGateUp:
+      return project(*layer.gate_up, input(0), hidden_stride_, kSilu, nullptr, 0, rows, begin, end);
+    case kActRows:
+      for (int t = begin; t < end; ++t) {
+        const int pad = round_up(intermediate_, kGroup);
+        kernels_.prepare_row(activation_.as<float>() + int64_t{t} * pad, nullptr, 0.0f, intermediate_, pad, dtype_,
+                             activation_in_.as<uint8_t>() + t * activation_stride_);
+      }
+      return;
+    case kDown:
+      return project(*layer.down, activation_in_.as<uint8_t>(), activation_stride_, kAdd, residual(0), hidden_, rows,
+                     begin, end);
+    case kTapRows:
+      for (int t = begin; t < end; ++t) input_row(phase.layer + 1, t);
+      return;
+    case kFinalRows:
+      for (int i = begin; i < end; ++i) {
+        const float* x = residual(pass_.logit_rows[i]);
+        if (pass_.hidden) {
+          float* out = pass_.hidden + int64_t{i} * hidden_;
+          std::memcpy(out, x, static_cast<size_t>(hidden_) * 4);
+          kernels_.norm_row(out, final_norm.data(), eps_, hidden_);
+        }
+        kernels_.prepare_row(x, final_norm.data(), eps_, hidden_, hidden_pad, head ? head->dtype : dtype_,
+                             final_.as<uint8_t>() + i * hidden_stride_);
+      }
+      return;
+    case kHead:
+      return project(*head, final_.as<uint8_t>(), hidden_stride_, kStore, pass_.logits, pass_.logits_width,
+                     pass_.num_logit_rows, begin, end);
+    case kArgmax:
+      for (int i = begin; i < end; ++i) {
+        kernels_.argmax(pass_.logits + int64_t{i} * pass_.logits_width, pass_.logits_width, pass_.argmax + i,
+                        pass_.finite + i);
+      }
+      return;
+    case kFeatureRows:
+      for (int t = begin; t < end; ++t) {
+        kernels_.prepare_row(features_ + int64_t{t} * fc_->k, nullptr, 0.0f, fc_->k, fc_->k_pad, fc_->dtype,
+                             append_in_.as<uint8_t>() + t * prepared_row_bytes(fc_->dtype, fc_->k_pad));
+      }
+      return;
+    case kFeatures:
+      return project(*fc_, append_in_.as<uint8_t>(), prepared_row_bytes(fc_->dtype, fc_->k_pad), kStore, residual(0),
+                     hidden_, rows, begin, end);
+    case kContextRows:
+      for (int t = begin; t < end; ++t) {
+        kernels_.prepare_row(residual(t), context_norm_, eps_, hidden_, hidden_pad, dtype_, input(t));
+      }
+      return;
+    case kKeysValues: {
+      const int skipped = heads_ * dim_ / kPanel;
+      return project(*layer.qkv, input(0), hidden_stride_, kStore, qkv_.as<float>(), qkv_width_, rows, begin + skipped,
+                     end + skipped);
+    }
+  }
+}
+
+}  // namespace dspark
+
+using namespace dspark;
+
+extern "C" {
+
+void* dspark_decoder_create(const DSparkDecoderConfig* config, void* pool) {
+  return new Decoder(*config, *static_cast<Pool*>(pool));
+}
+
+void dspark_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+void dspark_decoder_set_matrix(void* decoder, int32_t layer, int32_t which, void* matrix) {
+  Layer& l = static_cast<Decoder*>(decoder)->layers[static_cast<size_t>(layer)];
+  const Matrix* m = static_cast<Matrix*>(matrix);
+  switch (which) {
+    case DSPARK_QKV: l.qkv = m; return;
+    case DSPARK_OUTPUT: l.output = m; return;
+    case DSPARK_GATE_UP: l.gate_up = m; return;
+    case DSPARK_DOWN: l.down = m; return;
+  }
+}
+
+void dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n) {
+  auto* d = static_cast<Decoder*>(decoder);
+  if (which == DSPARK_FINAL_NORM) {
+    d->final_norm.assign(values, values + n);
+    return;
+  }
+  Layer& l = d->layers[static_cast<size_t>(layer)];
+  switch (which) {
+    case DSPARK_INPUT_NORM: l.input_norm.assign(values, values + n); return;
+    case DSPARK_POST_NORM: l.post_norm.assign(values, values + n); return;
+    case DSPARK_Q_NORM: l.q_norm.assign(values, values + n); return;
+    case DSPARK_K_NORM: l.k_norm.assign(values, values + n); return;
+  }
+}
+
+void dspark_decoder_set_ends(void* decoder, void* embedding, void* head) {
+  auto* d = static_cast<Decoder*>(decoder);
+  d->embedding = static_cast<Matrix*>(embedding);
+  d->head = static_cast<Matrix*>(head);
+}
+
+int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots) {
+  return static_cast<Decoder*>(decoder)->allocate_cache(num_slots) ? 0 : -1;
+}
+
+void dspark_decoder_forward(void* decoder, const DSparkPass* pass) { static_cast<Decoder*>(decoder)->forward(*pass); }
+
+void dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features, int32_t num_rows,
+                           const int32_t* positions, const int32_t* slots, const float* cos, const float* sin) {
+  static_cast<Decoder*>(decoder)->append(*static_cast<Matrix*>(fc), norm, features, num_rows, positions, slots, cos,
+                                         sin);
+}
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+/* The C interface: raw pointers, no ownership of arrays, no errors. The Python binding checks every argument first.
+ *
+ * A call is made by one thread at a time per pool. Handles are freed by their *_destroy function. */
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DSPARK_API __attribute__((visibility("default")))
+
+enum { DSPARK_VISIBLE_CHAIN = 0, DSPARK_VISIBLE_MASK = 1, DSPARK_VISIBLE_BLOCK = 2 };
+enum { DSPARK_ROWS_PLAIN = 0, DSPARK_ROWS_GATE = 1, DSPARK_ROWS_UP = 2 };
+enum { DSPARK_QKV = 0, DSPARK_OUTPUT = 1, DSPARK_GATE_UP = 2, DSPARK_DOWN = 3 };
+enum { DSPARK_INPUT_NORM = 0, DSPARK_POST_NORM = 1, DSPARK_Q_NORM = 2, DSPARK_K_NORM = 3, DSPARK_FINAL_NORM = 4 };
+
+/* Best of "avx512", "avx2", "portable" that this processor runs, at most `wanted` when it is not null. */
+DSPARK_API const char* dspark_isa(const char* wanted);
+
+DSPARK_API void* dspark_pool_create(int32_t num_threads, int32_t pin);
+DSPARK_API void dspark_pool_destroy(void* pool);
+DSPARK_API int32_t dspark_pool_threads(void* pool);
+
+/* Memory for weights, in huge pages where the system gives them; freed as a whole. Null when there is none left. */
+DSPARK_API void* dspark_arena_create(void);
+DSPARK_API void dspark_arena_destroy(void* arena);
+DSPARK_API int64_t dspark_arena_bytes(void* arena);
+
+/* A weight matrix [n, k] of dtype 0 float32, 1 bfloat16, 2 int8; lives as long as its arena. */
+DSPARK_API void* dspark_matrix_create(void* arena, int32_t dtype, int32_t n, int32_t k);
+DSPARK_API void dspark_matrix_pack(void* matrix, void* pool, const float* rows, int32_t num_rows, int32_t first_row,
+                                   int32_t kind);
+DSPARK_API void dspark_matrix_rows(void* matrix, void* pool, const int32_t* rows, int32_t num_rows, float* out);
+DSPARK_API int64_t dspark_matrix_bytes(void* matrix);
+/* out [rows, n] = x [rows, k] W^T */
+DSPARK_API void dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out);
+
+typedef struct {
+  int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
+  int32_t dtype, cache_dtype;
+  float rms_norm_eps;
+  const int32_t* windows; /* [num_layers] sliding window in positions, 0 = all */
+  const char* isa;
+} DSparkDecoderConfig;
+
+DSPARK_API void* dspark_decoder_create(const DSparkDecoderConfig* config, void* pool);
+DSPARK_API void dspark_decoder_destroy(void* decoder);
+DSPARK_API void dspark_decoder_set_matrix(void* decoder, int32_t layer, int32_t which, void* matrix);
+DSPARK_API void dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n);
+DSPARK_API void dspark_decoder_set_ends(void* decoder, void* embedding, void* head);
+/* Returns 0, or -1 when there is no memory. */
+DSPARK_API int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots);
+
+typedef struct {
+  int32_t num_rows, num_sequences, max_pages, page_size, mask_words, visibility, num_logit_rows, num_taps;
+  int32_t logits_width, reserved;
+  const int32_t *tokens, *positions, *query_start, *context_len, *page_table, *slots, *ancestors, *logit_rows;
+  const int32_t* taps;         /* [num_taps] layer ids whose output is copied, -1 = the embedding */
+  const float *cos, *sin;      /* [positions, head_dim / 2] */
+  float* features;             /* [num_rows, num_taps * hidden_size] */
+  float* hidden;               /* [num_logit_rows, hidden_size] after the final norm, or null */
+  float* logits;               /* [num_logit_rows, logits_width] or null */
+  int32_t* argmax;             /* [num_logit_rows] or null */
+  uint8_t* finite;             /* [num_logit_rows] or null */
+} DSparkPass;
+
+DSPARK_API void dspark_decoder_forward(void* decoder, const DSparkPass* pass);
+
+/* Write keys and values of every layer for rows of raw input (no layer norm, no queries): features [rows, fc.k]
+ * -> fc -> RMSNorm(norm) -> each layer's K and V projections -> cache. */
+DSPARK_API void dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features,
+                                      int32_t num_rows, const int32_t* positions, const int32_t* slots,
+                                      const float* cos, const float* sin);
+
+#ifdef __cplusplus
+}
+#endif

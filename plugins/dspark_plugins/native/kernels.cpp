@@ -1,0 +1,531 @@
+// The arithmetic, compiled once per instruction set (DSPARK_ISA names it). Nothing here allocates or locks, and no
+// inline function of the standard library is used: the linker could pick this unit's copy for the baseline code.
+#include "kernels.hpp"
+
+#if defined(DSPARK_ISA_AVX512)
+#include "simd_avx512.hpp"
+#define DSPARK_KERNELS kernels_avx512
+#define DSPARK_NAME "avx512"
+#elif defined(DSPARK_ISA_AVX2)
+#include "simd_avx2.hpp"
+#define DSPARK_KERNELS kernels_avx2
+#define DSPARK_NAME "avx2"
+#else
+#include "simd_portable.hpp"
+#define DSPARK_KERNELS kernels_portable
+#define DSPARK_NAME "portable"
+#endif
+
+namespace {
+
+using namespace dspark;
+
+constexpr int kPrefetchBytes = 4096;
+constexpr float kInfinity = __builtin_inff();
+
+// e^x with about 1 ulp, clamped to the range of normal floats; NaN stays NaN.
+inline vf vexp(vf x) {
+  x = vmin(vset(88.0f), vmax(vset(-87.0f), x));
+  const vf n = vround(vmul(x, vset(1.44269504088896341f)));
+  vf r = vfma(n, vset(-0.693359375f), x);
+  r = vfma(n, vset(2.12194440e-4f), r);
+  vf y = vset(1.9875691500e-4f);
+  y = vfma(y, r, vset(1.3981999507e-3f));
+  y = vfma(y, r, vset(8.3334519073e-3f));
+  y = vfma(y, r, vset(4.1665795894e-2f));
+  y = vfma(y, r, vset(1.6666665459e-1f));
+  y = vfma(y, r, vset(5.0000001201e-1f));
+  y = vadd(vfma(y, vmul(r, r), r), vset(1.0f));
+  return vmul(y, vpow2(n));
+}
+
+inline vf vsilu(vf x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+
+inline vf load_partial(const float* p, int count) {
+  if (count >= 16) return vload(p);
+  float buffer[16] = {};
+  for (int i = 0; i < count; ++i) buffer[i] = p[i];
+  return vload(buffer);
+}
+
+inline void store_partial(float* p, vf x, int count) {
+  if (count >= 16) {
+    vstore(p, x);
+    return;
+  }
+  float buffer[16];
+  vstore(buffer, x);
+  for (int i = 0; i < count; ++i) p[i] = buffer[i];
+}
+
+// ---------------------------------------------------------------- matrices
+
+template <int R>
+inline void finish(const Gemm& g, int panel, int row, const vf (&acc)[R][2]) {
+  const int column = panel * kPanel;
+  vf scale[2] = {vzero(), vzero()};
+  if (g.w->scales) {
+    scale[0] = vload(g.w->scales + column);
+    scale[1] = vload(g.w->scales + column + 16);
+  }
+  for (int r = 0; r < R; ++r) {
+    vf a = acc[r][0], b = acc[r][1];
+    if (g.w->scales) {
+      a = vmul(a, scale[0]);
+      b = vmul(b, scale[1]);
+    }
+    if (g.epilogue == kSilu) {
+      const vf y = vmul(vsilu(a), b);
+      uint8_t* line = g.activation + (row + r) * g.activation_stride;
+      if (g.activation_dtype == kFloat32) {
+        vstore(reinterpret_cast<float*>(line) + panel * 16, y);
+      } else {
+        vstore_bf16(reinterpret_cast<uint16_t*>(line) + panel * 16, y);
+      }
+      continue;
+    }
+    float* out = g.out + (row + r) * g.out_stride + column;
+    const int left = g.w->n - column;
+    if (left >= kPanel) {
+      if (g.epilogue == kAdd) {
+        a = vadd(vload(out), a);
+        b = vadd(vload(out + 16), b);
+      }
+      vstore(out, a);
+      vstore(out + 16, b);
+      continue;
+    }
+    const int first = left < 16 ? left : 16;
+    if (g.epilogue == kAdd) a = vadd(load_partial(out, first), a);
+    store_partial(out, a, first);
+    if (left > 16) {
+      if (g.epilogue == kAdd) b = vadd(load_partial(out + 16, left - 16), b);
+      store_partial(out + 16, b, left - 16);
+    }
+  }
+}
+
+template <Dtype D>
+inline vf step(vf acc, vw w, const uint8_t* x) {
+  if constexpr (D == kFloat32) {
+    return step_fp32(acc, w, x);
+  } else {
+    return step_bf16(acc, w, x);
+  }
+}
+
+// R rows against one panel; every accumulator walks the inputs in ascending order.
+template <Dtype D, int R>
+void tile(const Gemm& g, int panel, int row) {
+  const uint8_t* w = g.w->data + panel * g.w->panel_bytes;
+  const uint8_t* x = g.x + row * g.x_stride;
+  const int64_t stride = g.x_stride;
+  vf acc[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = vzero();
+  if constexpr (D == kInt8) {
+    const int groups = g.w->k_pad / kGroup;
+    const uint8_t* meta = x + g.w->k_pad;
+    for (int group = 0; group < groups; ++group) {
+      vi sum[R][2];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        int32_t correction;
+        __builtin_memcpy(&correction, meta + r * stride + group * 8 + 4, 4);
+        sum[r][0] = sum[r][1] = iset(correction);
+      }
+      for (int s = 0; s < kGroup / 4; ++s) {
+        const vw w0 = wload(w), w1 = wload(w + 64);
+        prefetch(w + kPrefetchBytes);
+        prefetch(w + kPrefetchBytes + 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          sum[r][0] = step_int8(sum[r][0], w0, x + r * stride);
+          sum[r][1] = step_int8(sum[r][1], w1, x + r * stride);
+        }
+        w += kStepBytes;
+        x += 4;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        float scale;
+        __builtin_memcpy(&scale, meta + r * stride + group * 8, 4);
+        acc[r][0] = vfma(vfrom_int(sum[r][0]), vset(scale), acc[r][0]);
+        acc[r][1] = vfma(vfrom_int(sum[r][1]), vset(scale), acc[r][1]);
+      }
+    }
+  } else {
+    const int steps = g.w->k_pad / inputs_per_step(D);
+#pragma GCC unroll 2
+    for (int s = 0; s < steps; ++s) {
+      const vw w0 = wload(w), w1 = wload(w + 64);
+      prefetch(w + kPrefetchBytes);
+      prefetch(w + kPrefetchBytes + 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        acc[r][0] = step<D>(acc[r][0], w0, x + r * stride);
+        acc[r][1] = step<D>(acc[r][1], w1, x + r * stride);
+      }
+      w += kStepBytes;
+      x += 4;
+    }
+  }
+  finish<R>(g, panel, row, acc);
+}
+
+template <Dtype D, int R>
+inline void tile_of(const Gemm& g, int panel, int row, int rows) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile_of<D, R - 1>(g, panel, row, rows);
+  }
+  tile<D, R>(g, panel, row);
+}
+
+template <Dtype D>
+void gemm_of(const Gemm& g, int begin, int end) {
+  const int blocks = (g.rows + kRowBlock - 1) / kRowBlock;
+  for (int panel = begin; panel < end; ++panel) {
+    for (int b = 0; b < blocks; ++b) {  // blocks of nearly equal height
+      const int row = static_cast<int>(static_cast<int64_t>(g.rows) * b / blocks);
+      const int next = static_cast<int>(static_cast<int64_t>(g.rows) * (b + 1) / blocks);
+      tile_of<D, kRowBlock>(g, panel, row, next - row);
+    }
+  }
+}
+
+void gemm(const Gemm& g, int begin, int end) {
+  switch (g.w->dtype) {
+    case kFloat32: return gemm_of<kFloat32>(g, begin, end);
+    case kBfloat16: return gemm_of<kBfloat16>(g, begin, end);
+    case kInt8: return gemm_of<kInt8>(g, begin, end);
+  }
+}
+
+// ---------------------------------------------------------------- rows
+
+inline float inverse_rms(const float* x, float eps, int n) {
+  vf sum = vzero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const vf v = vload(x + i);
+    sum = vfma(v, v, sum);
+  }
+  if (i < n) {
+    const vf v = load_partial(x + i, n - i);
+    sum = vfma(v, v, sum);
+  }
+  return 1.0f / __builtin_sqrtf(vlane_sum(sum) / static_cast<float>(n) + eps);
+}
+
+inline vf scaled(const float* x, const float* norm, float scale, int left) {
+  const vf v = load_partial(x, left);
+  return norm ? vmul(vmul(v, vset(scale)), load_partial(norm, left)) : v;
+}
+
+void quantise_row(const float* x, const float* norm, float scale, int k, int k_pad, uint8_t* out) {
+  uint8_t* meta = out + k_pad;
+  for (int g = 0; g < k_pad; g += kGroup, meta += 8) {
+    vf v[kGroup / 16];
+    vf peak = vzero(), poison = vzero();
+    for (int i = 0; i < kGroup / 16; ++i) {
+      const int left = k - (g + i * 16);
+      v[i] = left > 0 ? scaled(x + g + i * 16, norm ? norm + g + i * 16 : norm, scale, left) : vzero();
+      peak = vmax(peak, vabs(v[i]));
+      poison = vfma(v[i], vzero(), poison);  // NaN once a value is NaN or infinite
+    }
+    const float top = vlane_max(peak);
+    const float bad = vlane_sum(poison);
+    const float step_size = top / 127.0f;
+    const float inverse = top > 0.0f && bad == 0.0f ? 127.0f / top : 0.0f;
+    int8_t* q = reinterpret_cast<int8_t*>(out + g);
+    for (int i = 0; i < kGroup / 16; ++i) vstore_int8(q + i * 16, vround(vmul(v[i], vset(inverse))));
+    int32_t sum = 0;
+    for (int i = 0; i < kGroup; ++i) sum += q[i];
+    const float value = bad == 0.0f ? step_size : __builtin_nanf("");
+    const int32_t correction = -128 * sum;
+    __builtin_memcpy(meta, &value, 4);
+    __builtin_memcpy(meta + 4, &correction, 4);
+  }
+}
+
+void prepare_row(const float* x, const float* norm, float eps, int k, int k_pad, Dtype dtype, uint8_t* out) {
+  const float scale = norm ? inverse_rms(x, eps, k) : 1.0f;
+  if (dtype == kInt8) return quantise_row(x, norm, scale, k, k_pad, out);
+  for (int i = 0; i < k_pad; i += 16) {
+    const vf v = i < k ? scaled(x + i, norm ? norm + i : norm, scale, k - i) : vzero();
+    if (dtype == kFloat32) {
+      vstore(reinterpret_cast<float*>(out) + i, v);
+    } else {
+      vstore_bf16(reinterpret_cast<uint16_t*>(out) + i, v);
+    }
+  }
+}
+
+void norm_row(float* x, const float* norm, float eps, int n) {
+  const float scale = inverse_rms(x, eps, n);
+  for (int i = 0; i < n; i += 16) store_partial(x + i, scaled(x + i, norm + i, scale, n - i), n - i);
+}
+
+void add_row(float* x, const float* y, int n) {
+  for (int i = 0; i < n; i += 16) {
+    store_partial(x + i, vadd(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i);
+  }
+}
+
+inline void rotate(float* x, const float* cos, const float* sin, int half) {
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+inline uint16_t narrow(float x) {
+  float lane[16] = {x};
+  uint16_t out[16];
+  vstore_bf16(out, vload(lane));
+  return out[0];
+}
+
+void heads(const RowHeads& r) {
+  const CacheLayer& c = r.cache;
+  const int dim = c.head_dim, half = dim / 2;
+  if (r.with_queries) {
+    for (int h = 0; h < r.heads; ++h) {
+      float* q = r.qkv + static_cast<int64_t>(h) * dim;
+      if (r.q_norm) norm_row(q, r.q_norm, r.eps, dim);
+      rotate(q, r.cos, r.sin, half);
+      for (int i = 0; i < dim; ++i) q[i] *= r.q_scale;
+    }
+  }
+  for (int h = 0; h < c.kv_heads; ++h) {
+    float* k = r.qkv + static_cast<int64_t>(r.heads + h) * dim;
+    const float* v = r.qkv + static_cast<int64_t>(r.heads + c.kv_heads + h) * dim;
+    if (r.k_norm) norm_row(k, r.k_norm, r.eps, dim);
+    rotate(k, r.cos, r.sin, half);
+    const int64_t key = (static_cast<int64_t>(r.slot / 16) * c.kv_heads + h) * dim * 16 + r.slot % 16;
+    const int64_t value = (static_cast<int64_t>(r.slot) * c.kv_heads + h) * c.head_dim_pad;
+    if (c.dtype == kFloat32) {
+      float* keys = reinterpret_cast<float*>(c.keys) + key;
+      float* values = reinterpret_cast<float*>(c.values) + value;
+      for (int i = 0; i < dim; ++i) keys[i * 16] = k[i];
+      for (int i = 0; i < dim; ++i) values[i] = v[i];
+    } else {
+      uint16_t* keys = reinterpret_cast<uint16_t*>(c.keys) + key;
+      uint16_t* values = reinterpret_cast<uint16_t*>(c.values) + value;
+      uint16_t line[16];
+      for (int i = 0; i < dim; i += 16) {
+        vstore_bf16(line, load_partial(k + i, dim - i));
+        for (int j = 0; j < 16 && i + j < dim; ++j) keys[(i + j) * 16] = line[j];
+        vstore_bf16(line, load_partial(v + i, dim - i));
+        for (int j = 0; j < 16 && i + j < dim; ++j) values[i + j] = line[j];
+      }
+    }
+  }
+}
+
+void argmax(const float* x, int n, int32_t* index, uint8_t* finite) {
+  vf best = vset(-kInfinity), poison = vzero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const vf v = vload(x + i);
+    best = vmax(v, best);
+    poison = vfma(v, vzero(), poison);
+  }
+  float top = vlane_max(best);
+  float bad = vlane_sum(poison);
+  for (; i < n; ++i) {
+    top = x[i] > top ? x[i] : top;
+    bad += x[i] * 0.0f;
+  }
+  int32_t at = 0;
+  while (at < n && x[at] != top) ++at;
+  *index = at < n ? at : 0;
+  *finite = bad == 0.0f;
+}
+
+// ---------------------------------------------------------------- attention
+
+template <class E>
+inline vf load_element(const E* p);
+template <>
+inline vf load_element<float>(const float* p) {
+  return vload(p);
+}
+template <>
+inline vf load_element<uint16_t>(const uint16_t* p) {
+  return vload_bf16(p);
+}
+
+// Sixteen keys as [dim][16]: in place when their slots are one aligned block, otherwise copied together.
+template <class E>
+inline const E* key_block(const Attention& a, int first, E* staging) {
+  const int32_t* slots = a.slots + first;
+  const int count = a.end - first < 16 ? a.end - first : 16;
+  const int64_t block = static_cast<int64_t>(a.cache.head_dim) * 16;
+  const E* keys = reinterpret_cast<const E*>(a.cache.keys);
+  bool together = slots[0] % 16 == 0;
+  for (int j = 1; j < count; ++j) together &= slots[j] == slots[0] + j;
+  if (together) return keys + (static_cast<int64_t>(slots[0] / 16) * a.cache.kv_heads + a.kv_head) * block;
+  for (int j = 0; j < 16; ++j) {
+    const int slot = slots[j < count ? j : 0];
+    const E* from = keys + (static_cast<int64_t>(slot / 16) * a.cache.kv_heads + a.kv_head) * block + slot % 16;
+    for (int d = 0; d < a.cache.head_dim; ++d) staging[d * 16 + j] = from[d * 16];
+  }
+  return staging;
+}
+
+// Scores of U blocks of sixteen keys for H query heads.
+template <class E, int H, int U>
+inline void scores_of(const Attention& a, int head, int first, float (*scores)[kChunk]) {
+  const int dim = a.cache.head_dim;
+  const E* keys[U];
+  for (int u = 0; u < U; ++u) {
+    keys[u] = key_block<E>(a, first + 16 * u, reinterpret_cast<E*>(a.staging) + u * a.cache.head_dim_pad * 16);
+  }
+  const float* q = a.q + static_cast<int64_t>(head) * dim;
+  vf acc[U][H];
+#pragma GCC unroll 16
+  for (int u = 0; u < U; ++u) {
+#pragma GCC unroll 16
+    for (int h = 0; h < H; ++h) acc[u][h] = vzero();
+  }
+  for (int d = 0; d < dim; ++d) {
+    vf x[H];
+#pragma GCC unroll 16
+    for (int h = 0; h < H; ++h) x[h] = vset(q[h * dim + d]);
+#pragma GCC unroll 16
+    for (int u = 0; u < U; ++u) {
+      const vf k = load_element<E>(keys[u] + d * 16);
+#pragma GCC unroll 16
+      for (int h = 0; h < H; ++h) acc[u][h] = vfma(k, x[h], acc[u][h]);
+    }
+  }
+  for (int u = 0; u < U; ++u) {
+    for (int h = 0; h < H; ++h) vstore(&scores[h][first + 16 * u], acc[u][h]);
+  }
+}
+
+// Weighted sum of the values' columns [column, column + 16 C).
+template <class E, int H, int C>
+inline void values_of(const Attention& a, int head, int column, const float (*scores)[kChunk]) {
+  const E* values = reinterpret_cast<const E*>(a.cache.values);
+  const int pad = a.cache.head_dim_pad;
+  vf acc[H][C];
+#pragma GCC unroll 16
+  for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) acc[h][c] = vzero();
+  }
+  for (int j = a.begin; j < a.end; ++j) {
+    const E* v = values + (static_cast<int64_t>(a.slots[j]) * a.cache.kv_heads + a.kv_head) * pad + column;
+    vf line[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) line[c] = load_element<E>(v + 16 * c);
+#pragma GCC unroll 16
+    for (int h = 0; h < H; ++h) {
+      const vf p = vset(scores[h][j]);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) acc[h][c] = vfma(p, line[c], acc[h][c]);
+    }
+  }
+  for (int h = 0; h < H; ++h) {
+    float* out = a.partial + static_cast<int64_t>(head + h) * (2 + pad) + 2 + column;
+    for (int c = 0; c < C; ++c) vstore(out + 16 * c, acc[h][c]);
+  }
+}
+
+template <class E, int H>
+void attend_heads(const Attention& a, int head) {
+  alignas(64) float scores[H][kChunk];
+  constexpr int wide = H <= 2 ? 4 : H <= 4 && kRowBlock > 2 ? 4 : 1;
+  const int first_block = a.begin / 16 * 16;
+  int first = first_block;
+  for (; first + 16 * (wide - 1) < a.end; first += 16 * wide) scores_of<E, H, wide>(a, head, first, scores);
+  for (; first < a.end; first += 16) scores_of<E, H, 1>(a, head, first, scores);
+  const int pad = a.cache.head_dim_pad;
+  for (int h = 0; h < H; ++h) {
+    float* line = scores[h];
+    vf top = vset(-kInfinity);
+    for (int j = first_block; j < a.end; j += 16) {
+      const int low = a.begin > j ? a.begin - j : 0, high = a.end - j < 16 ? a.end - j : 16;
+      top = vmax(vselect_range(vload(line + j), vset(-kInfinity), low, high), top);
+    }
+    const float maximum = vlane_max(top);
+    vf sum = vzero();
+    for (int j = first_block; j < a.end; j += 16) {
+      const int low = a.begin > j ? a.begin - j : 0, high = a.end - j < 16 ? a.end - j : 16;
+      const vf p = vselect_range(vexp(vsub(vload(line + j), vset(maximum))), vzero(), low, high);
+      vstore(line + j, p);
+      sum = vadd(sum, p);
+    }
+    float* out = a.partial + static_cast<int64_t>(head + h) * (2 + pad);
+    out[0] = maximum;
+    out[1] = vlane_sum(sum);
+  }
+  int column = 0;
+  for (; column + 64 <= pad; column += 64) values_of<E, H, 4>(a, head, column, scores);
+  for (; column < pad; column += 16) values_of<E, H, 1>(a, head, column, scores);
+}
+
+template <class E>
+void attend_of(const Attention& a) {
+  int head = 0;
+  while (head < a.group) {
+    const int left = a.group - head;
+    if (left >= 4) {
+      attend_heads<E, 4>(a, head);
+      head += 4;
+    } else if (left == 3) {
+      attend_heads<E, 3>(a, head);
+      head += 3;
+    } else if (left == 2) {
+      attend_heads<E, 2>(a, head);
+      head += 2;
+    } else {
+      attend_heads<E, 1>(a, head);
+      head += 1;
+    }
+  }
+}
+
+void attend(const Attention& a) {
+  if (a.cache.dtype == kFloat32) {
+    attend_of<float>(a);
+  } else {
+    attend_of<uint16_t>(a);
+  }
+}
+
+inline float exp_one(float x) {
+  float lane[16];
+  vstore(lane, vexp(vset(x)));
+  return lane[0];
+}
+
+void combine(const float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad, float* out) {
+  for (int h = 0; h < group; ++h) {
+    const float* first = partial + static_cast<int64_t>(h) * (2 + head_dim_pad);
+    float maximum = -kInfinity;
+    for (int c = 0; c < chunks; ++c) {
+      const float m = first[c * stride];
+      maximum = m > maximum || m != m ? m : maximum;
+    }
+    float total = 0.0f;
+    for (int c = 0; c < chunks; ++c) total += exp_one(first[c * stride] - maximum) * first[c * stride + 1];
+    for (int column = 0; column < head_dim; column += 16) {
+      vf sum = vzero();
+      for (int c = 0; c < chunks; ++c) {
+        const float weight = exp_one(first[c * stride] - maximum);
+        sum = vfma(vset(weight), vload(first + c * stride + 2 + column), sum);
+      }
+      store_partial(out + static_cast<int64_t>(h) * head_dim + column, vdiv(sum, vset(total)), head_dim - column);
+    }
+  }
+}
+
+}  // namespace
+
+namespace dspark {
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, add_row};
+}  // namespace dspark

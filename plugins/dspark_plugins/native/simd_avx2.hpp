@@ -1,0 +1,132 @@
+// Sixteen float lanes on AVX2 and FMA: two registers are one `vf`.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct vf {
+  __m256 a, b;
+};
+struct vi {
+  __m256i a, b;
+};
+using vw = vi;  // 64 bytes of packed weights: one step of 16 outputs
+
+constexpr int kRowBlock = 2;
+
+inline vf vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline vf vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline vf vload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void vstore(float* p, vf x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline vf vadd(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline vf vsub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline vf vmul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline vf vdiv(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline vf vfma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+// The second operand is returned where either is NaN.
+inline vf vmax(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf vmin(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline vf vabs(vf x) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+inline vf vround(vf x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline __m256 pow2_half(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+// 2^n for whole n in [-126, 127].
+inline vf vpow2(vf n) { return {pow2_half(n.a), pow2_half(n.b)}; }
+inline __m256 range_mask(int first, int low, int high) {
+  const __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
+  const __m256i from = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(low - 1));
+  return _mm256_castsi256_ps(_mm256_and_si256(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(high), lane)));
+}
+// Lanes [low, high) of `x`, `other` elsewhere.
+inline vf vselect_range(vf x, vf other, int low, int high) {
+  return {_mm256_blendv_ps(other.a, x.a, range_mask(0, low, high)),
+          _mm256_blendv_ps(other.b, x.b, range_mask(8, low, high))};
+}
+inline float vlane_sum(vf x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  q = _mm_add_ss(q, _mm_movehdup_ps(q));
+  return _mm_cvtss_f32(q);
+}
+inline float vlane_max(vf x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  q = _mm_max_ss(q, _mm_movehdup_ps(q));
+  return _mm_cvtss_f32(q);
+}
+
+inline __m256 widen_half(const uint16_t* p) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+inline vf vload_bf16(const uint16_t* p) { return {widen_half(p), widen_half(p + 8)}; }
+inline __m256i round_half(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+inline void vstore_bf16(uint16_t* p, vf x) {
+  const __m256i packed = _mm256_packus_epi32(round_half(x.a), round_half(x.b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline void vstore_int8(int8_t* p, vf x) {
+  const __m256i words = _mm256_permute4x64_epi64(
+      _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+inline vi iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline vf vfrom_int(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+
+inline vw wload(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline vf step_fp32(vf acc, vw w, const uint8_t* x) {
+  const __m256 s = _mm256_set1_ps(*reinterpret_cast<const float*>(x));
+  return {_mm256_fmadd_ps(_mm256_castsi256_ps(w.a), s, acc.a), _mm256_fmadd_ps(_mm256_castsi256_ps(w.b), s, acc.b)};
+}
+inline __m256 dot2_half(__m256 acc, __m256i w, __m256 low, __m256 high) {
+  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), low, acc);
+  const __m256i upper = _mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(upper), high, acc);
+}
+inline vf step_bf16(vf acc, vw w, const uint8_t* x) {
+  const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
+  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
+  const __m256 high =
+      _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  return {dot2_half(acc.a, w.a, low, high), dot2_half(acc.b, w.b, low, high)};
+}
+// Exact: bytes are widened to 16 bits first (VPMADDUBSW alone would saturate).
+inline __m256i dot4_half(__m256i acc, __m256i w, __m256i even, __m256i odd) {
+  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), even));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
+}
+inline vi step_int8(vi acc, vw w, const uint8_t* x) {
+  const __m256i quad = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8);
+  const __m256i odd = _mm256_srai_epi16(quad, 8);
+  return {dot4_half(acc.a, w.a, even, odd), dot4_half(acc.b, w.b, even, odd)};
+}
+inline void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace
