@@ -1,1 +1,3 @@
-"""Plain PyTorch versions of every op: what the kernels are checked against, and the CPU path where fast enough."""
+"""Plain PyTorch versions of every op: what the kernels are checked against, and the CPU path where fast
+enough.
+"""

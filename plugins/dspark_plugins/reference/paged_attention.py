@@ -1,9 +1,9 @@
 """Attention of a ragged batch over a paged K/V cache, in plain PyTorch.
 
-`plan_attention` turns one step's page tables into gather indices and masks, once per pass; `paged_attention` then
-runs every layer with a handful of calls. Sequences with few rows are put together in groups of similar length, so
-that a group is one call and padding stays within a quarter of the real work; a sequence with many rows (a prefill
-chunk) is a group of its own. Nothing is padded to the longest sequence.
+`plan_attention` turns one step's page tables into gather indices and masks, once per pass; `paged_attention`
+then runs every layer with a handful of calls. Sequences with few rows are put together in groups of similar
+length, so that a group is one call and padding stays within a quarter of the real work; a sequence with many
+rows (a prefill chunk) is a group of its own. Nothing is padded to the longest sequence.
 """
 
 from __future__ import annotations
@@ -169,11 +169,13 @@ class _Source:
             column = np.arange(sequence.num_rows)
             words = self.ancestors[rows].view(np.uint32)
             own = (words[:, column // 32] >> (column % 32).astype(np.uint32) & 1).astype(bool)
-        seen = np.concatenate([np.ones((sequence.num_rows, sequence.context_len), bool), own], axis=1)
+        seen: npt.NDArray[np.bool_] = np.concatenate(
+            [np.ones((sequence.num_rows, sequence.context_len), bool), own], axis=1
+        )
         if self.sliding_window is not None:
             at = self.positions[rows]
             keys = np.concatenate([np.arange(sequence.context_len), at])
-            seen &= keys[None, :] > at[:, None] - self.sliding_window
+            seen = np.logical_and(seen, keys[None, :] > at[:, None] - self.sliding_window)
         return seen
 
 

@@ -20,7 +20,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def auto_dtype(device: str = "cpu") -> DtypeName:
-    """Return bfloat16 where the device computes in it (AVX512-BF16, AMX, or a GPU that has it), else float32."""
+    """Return bfloat16 where the device computes in it (AVX512-BF16, AMX, a GPU with it), else float32."""
     if torch.device(device).type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,7 +1,8 @@
 """Runs a Llama or Qwen3 target in plain PyTorch: the fallback on CPUs, the reference, and the CUDA path.
 
-One pass is some twenty calls a layer whatever the batch holds; sequences are told apart in the attention alone. The
-residual stream, the norms, RoPE and the logits are float32, matrices and caches are of the chosen dtype.
+One pass is some twenty calls a layer whatever the batch holds; sequences are told apart in the attention
+alone. The residual stream, the norms, RoPE and the logits are float32, matrices and caches are of the chosen
+dtype.
 """
 
 from __future__ import annotations
@@ -11,13 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
-
-from dspark.errors import CapacityError, ConfigError
-from dspark.executors.dtype import torch_dtype
-from dspark.executors.interface import Float32, StepBatch, TargetOutput
-from dspark.models.config import TargetConfig, WeightSource
-from dspark.models.rope import inverse_frequencies
 from dspark_plugins.reference.paged_attention import (
     AttentionPlan,
     paged_attention,
@@ -25,6 +19,13 @@ from dspark_plugins.reference.paged_attention import (
     write_cache,
 )
 from dspark_plugins.reference.rope import rope_tables, rotate
+from torch.nn import functional as F
+
+from dspark.errors import CapacityError, ConfigError
+from dspark.executors.dtype import torch_dtype
+from dspark.executors.interface import Float32, StepBatch, TargetOutput
+from dspark.models.config import TargetConfig, WeightSource
+from dspark.models.rope import inverse_frequencies
 
 __all__ = ["TorchTarget"]
 
@@ -122,8 +123,8 @@ class TorchTarget:
     def _load_head(self) -> Linear:
         """Return the LM head, float32 [M, d] -> float32 [M, V].
 
-        Logits rounded to 8 bits would tie by the dozen. CUDA multiplies in the compute dtype and keeps the float32
-        sums; the CPU has no such call, so there the head is float32.
+        Logits rounded to 8 bits would tie by the dozen. CUDA multiplies in the compute dtype and keeps the
+        float32 sums; the CPU has no such call, so there the head is float32.
         """
         name = self._head_name
         if self._device.type == "cuda":
@@ -165,7 +166,8 @@ class TorchTarget:
         except RuntimeError as error:  # torch's allocators raise this, and subclasses of it
             need = num_pages * self.cache_page_bytes(page_size)
             raise CapacityError(
-                f"a cache of {num_pages} pages of {page_size} tokens needs {need} bytes on {self._device}: {error}"
+                f"a cache of {num_pages} pages of {page_size} tokens needs {need} bytes on "
+                f"{self._device}: {error}"
             ) from error
         self._page_size = page_size
 
@@ -221,7 +223,7 @@ class TorchTarget:
         if layer.qk_norm is not None:
             queries_keys = F.rms_norm(queries_keys.float(), (dim,), eps=decoder.rms_norm_eps) * layer.qk_norm
         qkv[:, : num_heads + num_kv_heads] = rotate(queries_keys, cos, sin)
-        write_cache(cache, qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)), slots)
+        write_cache(cache, qkv[:, num_heads:].view(-1, 2, num_kv_heads, dim), slots)
         return layer.output(paged_attention(qkv[:, :num_heads], cache, plan, scale=dim**-0.5))
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
@@ -251,16 +253,18 @@ class TorchTarget:
 
 
 def _linear(weight: torch.Tensor) -> Linear:
-    """Return x -> x @ weight.T, with the weight laid out for the CPU's matrix kernels where they take its dtype."""
+    """Return x -> x @ weight.T, with the weight laid out for the CPU's matrix kernels where they take its
+    dtype.
+    """
     if not _prepacks(weight):
         return lambda x: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x: multiply(x, packed, None, "none", [], "")
 
 
 def _prepacks(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -74,7 +74,8 @@ class ChatTemplate:
             RequestError: on field `messages`, for wrong shapes and whatever the template refuses.
         """
         allowed = "a non-empty list of objects with a text `role`"
-        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        given: object = messages  # from outside: not what the type says, perhaps
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
             raise RequestError("messages", messages, allowed)
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -48,7 +48,8 @@ def checked_decoder(decoder: DecoderConfig, *, where: str) -> DecoderConfig:
             )
     if decoder.num_heads % decoder.num_kv_heads:
         raise CheckpointError(
-            f"{where}: {decoder.num_heads} query heads for {decoder.num_kv_heads} key heads, allowed is a multiple"
+            f"{where}: {decoder.num_heads} query heads for {decoder.num_kv_heads} key heads, "
+            "allowed is a multiple"
         )
     if decoder.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {decoder.head_dim}, allowed is an even number")
@@ -63,16 +64,19 @@ def checked_decoder(decoder: DecoderConfig, *, where: str) -> DecoderConfig:
         raise CheckpointError(f"{where}: the RoPE factor is {rope.factor}, allowed is a finite number > 0")
     if rope.scaling in ("llama3", "yarn") and rope.original_max_position_embeddings < 1:
         raise CheckpointError(
-            f"{where}: original_max_position_embeddings is {rope.original_max_position_embeddings}, allowed is a positive number"
+            f"{where}: original_max_position_embeddings is {rope.original_max_position_embeddings}, "
+            "allowed is a positive number"
         )
     if rope.scaling == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise CheckpointError(
-            f"{where}: low_freq_factor is {rope.low_freq_factor} and high_freq_factor {rope.high_freq_factor}, "
+            f"{where}: low_freq_factor is {rope.low_freq_factor} and high_freq_factor "
+            f"{rope.high_freq_factor}, "
             "allowed is 0 < low < high"
         )
     if rope.scaling == "yarn" and not 0 < rope.beta_slow <= rope.beta_fast:
         raise CheckpointError(
-            f"{where}: beta_slow is {rope.beta_slow} and beta_fast {rope.beta_fast}, allowed is 0 < beta_slow <= beta_fast"
+            f"{where}: beta_slow is {rope.beta_slow} and beta_fast {rope.beta_fast}, "
+            "allowed is 0 < beta_slow <= beta_fast"
         )
     return decoder
 

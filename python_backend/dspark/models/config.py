@@ -1,7 +1,7 @@
 """What a checkpoint says about its model, once, in our words. No torch, no files.
 
-The loaders (`hf`, `gguf_file`, `drafters.checkpoint`) fill these; executors read them. Anything that would change the
-maths and is not held here must be refused by the loader.
+The loaders (`hf`, `gguf_file`, `drafters.checkpoint`) fill these; executors read them. Anything that would
+change the maths and is not held here must be refused by the loader.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class WeightSource(Protocol):
 
     Canonical names are Hugging Face's without the leading `model.`: `embed_tokens.weight`,
     `layers.0.self_attn.q_proj.weight`, `layers.0.self_attn.q_norm.weight`, `layers.0.input_layernorm.weight`,
-    `layers.0.mlp.gate_proj.weight`, `norm.weight`, `lm_head.weight` (absent when tied). Linear weights are [out, in];
-    RoPE is the half-split kind whatever the file holds (GGUF's Llama order is undone by the loader).
+    `layers.0.mlp.gate_proj.weight`, `norm.weight`, `lm_head.weight` (absent when tied). Linear weights are
+    [out, in]; RoPE is the half-split kind whatever the file holds (GGUF's Llama order is undone by the
+    loader).
     """
 
     def names(self) -> tuple[str, ...]: ...

@@ -14,11 +14,12 @@ _NUM_BLOCKS = 64
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Return a hex digest over sizes and contents of `files`, in the order given; names and times do not matter.
+    """Return a hex digest over sizes and contents of `files`, in the order given; names and times do not
+    matter.
 
-    A file of more than 256 MiB is hashed by its size and 64 blocks of 1 MiB spread evenly from its first byte (where
-    the headers are) to its last, so that checkpoints of many GB take a fraction of a second. A change that misses all
-    of these blocks goes unnoticed.
+    A file of more than 256 MiB is hashed by its size and 64 blocks of 1 MiB spread evenly from its first byte
+    (where the headers are) to its last, so that checkpoints of many GB take a fraction of a second. A change
+    that misses all of these blocks goes unnoticed.
     """
     digest = hashlib.sha256()
     for path in files:

@@ -1,8 +1,8 @@
 """Reads the GGUF container: metadata, tensor table, dequantisation. Knows no model.
 
-The tables of types and block sizes and the block arithmetic are the `gguf` package's. The header is read here,
-because that package's reader makes several numpy arrays for every string of the vocabulary (seconds and hundreds of
-megabytes where this takes a tenth of a second).
+The tables of types and block sizes and the block arithmetic are the `gguf` package's. The header is read
+here, because that package's reader makes several numpy arrays for every string of the vocabulary (seconds and
+hundreds of megabytes where this takes a tenth of a second).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GgufFile:
         """Map the file and read its header.
 
         Raises:
-            CheckpointError: for a damaged file, a version other than 2 or 3, one part of a split model, or a tensor
-                of a type that is not supported.
+            CheckpointError: for a damaged file, a version other than 2 or 3, one part of a split model, or a
+                tensor of a type that is not supported.
         """
         self.path = path
         try:
@@ -71,11 +71,13 @@ class GgufFile:
     def _check(self, tensor: GgufTensor) -> None:
         if tensor.type_name not in _SUPPORTED:
             raise CheckpointError(
-                f"{self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, allowed are {', '.join(_SUPPORTED)}"
+                f"{self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, "
+                f"allowed are {', '.join(_SUPPORTED)}"
             )
         if tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > len(self._data):
             raise CheckpointError(
-                f"{self.path}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type {tensor.type_name} ends at byte "
+                f"{self.path}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type "
+                f"{tensor.type_name} ends at byte "
                 f"{tensor.start + tensor.num_bytes}, the file has {len(self._data)}"
             )
 

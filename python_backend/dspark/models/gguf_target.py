@@ -1,7 +1,7 @@
 """Turns a GGUF file of a Llama or Qwen3 model into a `TargetConfig` and a `WeightSource`.
 
-llama.cpp stores Llama's query and key rows with the two halves of each head interleaved; here they are put back into
-the half-split order. Qwen3 is stored half-split already.
+llama.cpp stores Llama's query and key rows with the two halves of each head interleaved; here they are put
+back into the half-split order. Qwen3 is stored half-split already.
 """
 
 from __future__ import annotations
@@ -39,12 +39,28 @@ _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _ROPE_FREQS = "rope_freqs.weight"
 
 # Keys below "<architecture>." that are read, and those that must hold a value that changes nothing.
-_READ = (
-    "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
-    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon vocab_size rope.freq_base "
-    "rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scale_linear "
-    "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.finetuned tensor_data_layout"
-).split()
+_READ = [
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "vocab_size",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scale_linear",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+]
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
@@ -115,7 +131,8 @@ def read_gguf_config(file: GgufFile, *, model_hash: str = "") -> TargetConfig:
     unknown = sorted(set(fields) - set(_READ) - set(_NEUTRAL))
     if unknown:
         raise CheckpointError(
-            f"{where}: {prefix}{unknown[0]} is {fields[unknown[0]]!r}: this key may change the maths and is not known here"
+            f"{where}: {prefix}{unknown[0]} is {fields[unknown[0]]!r}: "
+            "this key may change the maths and is not known here"
         )
     require_neutral(fields, _NEUTRAL, where=where, prefix=prefix)
     read = _Fields(fields, where, prefix)
@@ -162,7 +179,8 @@ def _read_rope(read: _Fields, file: GgufFile, head_dim: int) -> RopeConfig:
         divisors = tuple(float(x) for x in file.float32(_ROPE_FREQS).ravel())
         if len(divisors) != head_dim // 2 or not all(x > 0 for x in divisors):
             raise CheckpointError(
-                f"{read.where}: {_ROPE_FREQS} has {len(divisors)} entries, allowed are {head_dim // 2} positive ones"
+                f"{read.where}: {_ROPE_FREQS} has {len(divisors)} entries, "
+                f"allowed are {head_dim // 2} positive ones"
             )
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return RopeConfig(theta=theta, frequency_divisors=divisors)
@@ -178,7 +196,8 @@ def _read_rope(read: _Fields, file: GgufFile, head_dim: int) -> RopeConfig:
             beta_slow=read.real("rope.scaling.yarn_beta_slow", 1.0),
         )
     raise CheckpointError(
-        f"{read.where}: {read.prefix}rope.scaling.type is {kind!r}{' together with ' + _ROPE_FREQS if divisors else ''}, "
+        f"{read.where}: {read.prefix}rope.scaling.type is {kind!r}"
+        f"{' together with ' + _ROPE_FREQS if divisors else ''}, "
         "allowed are 'none', 'linear', and 'yarn' without that tensor"
     )
 

@@ -39,7 +39,8 @@ def read_gguf_tokenizer(file: GgufFile, *, eos_ids: Sequence[int]) -> Tokenizer 
     """Build the tokenizer of a GGUF file; None where the file has none.
 
     Raises:
-        CheckpointError: for a tokenizer model or pre-tokenizer that is not known, and metadata that does not fit.
+        CheckpointError: for a tokenizer model or pre-tokenizer that is not known, and metadata that does not
+            fit.
     """
     fields, where = file.metadata, str(file.path)
     model = fields.get("tokenizer.ggml.model")
@@ -177,7 +178,9 @@ def _added(tokens: list[str], types: Sequence[int], kind: int, *, special: bool)
 def _add_ends(
     backend: Backend, fields: Mapping[str, Any], tokens: list[str], bos_id: int | None, model: str
 ) -> None:
-    """Put the begin and end tokens around a prompt where the file asks for them, by llama.cpp's defaults else."""
+    """Put the begin and end tokens around a prompt where the file asks for them, by llama.cpp's defaults
+    else.
+    """
     default_bos = model == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
     eos_id = fields.get("tokenizer.ggml.eos_token_id")
     before = (

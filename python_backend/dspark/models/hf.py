@@ -1,4 +1,6 @@
-"""Reads Hugging Face folders of Llama and Qwen3 models: `config.json` in its old and new spelling, safetensors."""
+"""Reads Hugging Face folders of Llama and Qwen3 models: `config.json` in its old and new spelling,
+safetensors.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class HfTarget:
         """Map the names and check them against the configuration.
 
         Raises:
-            CheckpointError: for missing or left-over tensors, wrong shapes, and a tied head that is not the embedding.
+            CheckpointError: for missing or left-over tensors, wrong shapes, and a tied head that is not the
+                embedding.
         """
         self._source = source
         self._where = where
@@ -89,7 +92,8 @@ class HfTarget:
         )
         if not same:
             raise CheckpointError(
-                f"{self._where}: tie_word_embeddings is true, but lm_head.weight is there and differs from embed_tokens.weight"
+                f"{self._where}: tie_word_embeddings is true, but lm_head.weight is there and differs "
+                "from embed_tokens.weight"
             )
         del self._stored["lm_head.weight"]
 
@@ -192,7 +196,8 @@ def read_rope(fields: Mapping[str, Any], *, where: str) -> RopeConfig:
     )
     if unknown:
         raise CheckpointError(
-            f"{where}: {unknown[0]} is {given[unknown[0]]!r}, which rope_type {scaling!r} does not know; allowed are {sorted(known)}"
+            f"{where}: {unknown[0]} is {given[unknown[0]]!r}, which rope_type {scaling!r} does not know; "
+            f"allowed are {sorted(known)}"
         )
     theta = _real(given, "rope_theta", where, _real(fields, "rope_theta", where, 10000.0))
     if scaling == "default":

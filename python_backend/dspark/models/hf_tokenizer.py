@@ -23,8 +23,8 @@ def read_hf_tokenizer(folder: Path, *, eos_ids: Sequence[int]) -> Tokenizer | No
     """Read the folder's tokenizer; None where there is no tokenizer.json.
 
     Raises:
-        CheckpointError: for files that cannot be read, a decoder of an unknown kind, a broken chat template, or a
-            vocabulary in another format only.
+        CheckpointError: for files that cannot be read, a decoder of an unknown kind, a broken chat template,
+            or a vocabulary in another format only.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():

@@ -65,7 +65,8 @@ def check_tensors(found: Mapping[str, Shape], wanted: Mapping[str, Shape], *, wh
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(
-                f"{where}: tensor {name!r} has shape {list(found[name])}, the configuration asks for {list(shape)}"
+                f"{where}: tensor {name!r} has shape {list(found[name])}, "
+                f"the configuration asks for {list(shape)}"
             )
 
 

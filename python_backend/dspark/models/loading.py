@@ -88,7 +88,8 @@ def _checked(checkpoint: TargetCheckpoint, where: Path) -> TargetCheckpoint:
     tokenizer, vocab_size = checkpoint.tokenizer, checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab_size}"
+            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model's vocabulary only {vocab_size}"
         )
     return checkpoint
 
@@ -98,11 +99,13 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{name}: no such folder or file; to download it from the hub install dspark-triton[hub] (huggingface_hub is missing)"
+            f"{name}: no such folder or file; to download it from the hub install dspark-triton[hub] "
+            "(huggingface_hub is missing)"
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, *_HUB_TOKENIZER_FILES]))
     except Exception as error:  # the hub client raises many kinds, its own and its transport's
         raise CheckpointError(
-            f"{name}: no such folder or file, and the hub did not give it ({type(error).__name__}: {str(error)[:200]})"
+            f"{name}: no such folder or file, and the hub did not give it "
+            f"({type(error).__name__}: {str(error)[:200]})"
         ) from error

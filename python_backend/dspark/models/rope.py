@@ -1,7 +1,7 @@
 """Inverse frequencies of rotary embeddings, with the scalings Hugging Face transformers knows by these names.
 
-Numpy only, so that every executor starts from the same numbers. Exponents and divisions are float32, as there; only
-the power itself is taken in float64 and rounded once.
+Numpy only, so that every executor starts from the same numbers. Exponents and divisions are float32, as
+there; only the power itself is taken in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _TWO_PI = 2.0 * math.pi
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[npt.NDArray[np.float32], float]:
     """Return the inverse frequencies [head_dim / 2] and the factor that multiplies both cos and sin.
 
-    The angle of pair j at position p is p * frequencies[j]; pair j is elements j and j + head_dim / 2 of a head.
+    The angle of pair j at position p is p * frequencies[j]; pair j is elements j and j + head_dim / 2 of a
+    head.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)  # over 2 pi
@@ -53,8 +54,8 @@ def _llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float32]) -> npt.NDArr
 
 
 def _yarn(rope: RopeConfig, wavelengths: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Interpolate dimensions that turn less than `beta_slow` times over the original context, keep those that turn
-    more than `beta_fast` times, ramp between (arXiv 2309.00071, section 3.2)."""
+    """Interpolate dimensions that turn less than `beta_slow` times over the original context, keep those that
+    turn more than `beta_fast` times, ramp between (arXiv 2309.00071, section 3.2)."""
 
     def dimension_turning(times: float) -> float:
         context = rope.original_max_position_embeddings

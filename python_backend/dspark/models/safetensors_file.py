@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,8 @@ class SafetensorsSource:
         """Map the files and check their headers.
 
         Raises:
-            CheckpointError: for a damaged file, a tensor that two files hold, or a dtype other than F32, F16, BF16.
+            CheckpointError: for a damaged file, a tensor that two files hold, or a dtype other than F32, F16,
+                BF16.
         """
         self.files = tuple(files)
         self._entries: dict[str, _Entry] = {}
@@ -111,7 +113,8 @@ def open_safetensors(folder: Path) -> SafetensorsSource:
     extra = sorted(set(source.names()) - set(weight_map))
     if missing or extra:
         raise CheckpointError(
-            f"{index_path}: the index and the shards disagree: only in the index {missing[:5]}, only in the shards {extra[:5]}"
+            f"{index_path}: the index and the shards disagree: only in the index {missing[:5]}, "
+            f"only in the shards {extra[:5]}"
         )
     return source
 
@@ -129,14 +132,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     try:
         header = json.loads(data[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
-        described = {
-            name: (
-                str(at["dtype"]),
-                tuple(int(n) for n in at["shape"]),
-                *(int(n) for n in at["data_offsets"]),
-            )
-            for name, at in header.items()
-        }
+        described = {name: _described(at) for name, at in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the safetensors header cannot be read ({error!r})") from error
     entries = {}
@@ -154,6 +150,12 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             )
         entries[name] = _Entry(data, dtype, shape, start, stop)
     return entries
+
+
+def _described(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Return dtype, shape, and first and last byte of one header entry."""
+    begin, end = (int(at) for at in entry["data_offsets"])
+    return str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end
 
 
 def _shown(files: Sequence[Path]) -> str:

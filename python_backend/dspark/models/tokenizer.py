@@ -1,7 +1,8 @@
 """Text to token ids and back, and the bytes of every single token.
 
-Two families are known: byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM) and sentencepiece-style ones with byte
-fallback (Llama 2). Decoding joins the tokens' bytes, so that text streamed token by token is the text decoded at once.
+Two families are known: byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM) and sentencepiece-style ones
+with byte fallback (Llama 2). Decoding joins the tokens' bytes, so that text streamed token by token is the
+text decoded at once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary
+        nothing.
+        """
         parts = (
             self.token_bytes(token) for token in ids if not (skip_special_tokens and token in self._special)
         )
@@ -87,7 +90,9 @@ class Tokenizer:
         return text.removeprefix(" ") if self.leading_space_stripped else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return exactly the bytes one token stands for (a special token: those of its name; unknown ids: none)."""
+        """Return exactly the bytes one token stands for (a special token: those of its name; unknown ids:
+        none).
+        """
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self._backend.id_to_token(token_id) if token_id >= 0 else None
