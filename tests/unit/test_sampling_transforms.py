@@ -251,7 +251,7 @@ def test_drawing_is_a_function_of_seed_and_position_alone() -> None:
 
 
 def test_named_seeds_draw_drafts_and_target_tokens_with_the_same_noise() -> None:
-    made = sampler(seed=3, top_k=5)
+    made = sampler(drawn_seed=3, top_k=5)
     named = sampler(seed=3, top_k=5)
     logits = row()
     agreed = 0
