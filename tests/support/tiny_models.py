@@ -13,10 +13,9 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from dspark.models.config import DecoderConfig, RopeConfig, TargetConfig
 from dspark.models.layout import target_tensors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -40,8 +39,8 @@ CHAT_TEMPLATE = (
 )
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CORPUS = (
-    "The quick brown fox jumps over the lazy dog. The capital of France is Paris, and that of Spain is Madrid.",
-    "Speculative decoding drafts tokens and verifies them; accepted tokens are kept, rejected ones are drawn anew.",
+    "The quick brown fox jumps over the lazy dog. The capital of France is Paris, that of Spain is Madrid.",
+    "Speculative decoding drafts tokens and verifies them; accepted ones are kept, others are drawn anew.",
     "def add(left, right):\n    return left + right\n\nprint(add(1, 2))  # 3\n",
 )
 
@@ -377,7 +376,7 @@ def _interleaved(name: str, values: npt.NDArray[np.float32], config: TargetConfi
     heads = {"q_proj": config.decoder.num_heads, "k_proj": config.decoder.num_kv_heads}.get(
         name.split(".")[-2], 0
     )
-    if config.architecture != "llama" or not heads:
+    if config.architecture != "llama" or not heads or values.ndim != 2:
         return values
     dim, width = config.decoder.head_dim, values.shape[1]
     mixed = np.empty((heads, dim, width), np.float32)
