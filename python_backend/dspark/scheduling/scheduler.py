@@ -1,115 +1,45 @@
-"""The scheduler behind every policy: four calls a step, arrays in, arrays out. No engine, no torch, no clock.
-
-    draft_len    before drafting: how many drafts are worth asking for
-    verify_len   after drafting: how many of them the target will verify
-    observe      after the step: what was verified, what was accepted, how long it took
-    release      a sequence has left
-
-No choice looks at the token it is about: `verify_len` may use the confidence of position k, which looks at
-x_1..x_{k-1} only, and everything else comes from steps that are over (algorithm.md, section 4).
-"""
+"""A scheduler by the name of its policy. Pure policy: no engine, no torch, no clock. See `interface`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import numpy as np
-import numpy.typing as npt
 
+from dspark.errors import ConfigError
+from dspark.scheduling.acceptance import learn_calibration
+from dspark.scheduling.cost_model import CostModel
+from dspark.scheduling.interface import (
+    Bool,
+    Calibrator,
+    Float32,
+    Int,
+    Int32,
+    Scheduler,
+    StepObservation,
+)
+from dspark.scheduling.load_aware import LoadAwareScheduler
 from dspark.scheduling.policy import Policy, fixed_verify_len, parse_policy, threshold_verify_len
 
-__all__ = ["Scheduler", "StepObservation", "make_scheduler"]
-
-Float32 = npt.NDArray[np.float32]
-Int32 = npt.NDArray[np.int32]
-Int = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepObservation:
-    """What one step drafted, verified, accepted and cost.
-
-    R decoding sequences; those that only prefill are not among them. `accepted` counts accepted drafts by the
-    verification rule alone, before stop rules cut the output. `soft_labels` holds the exact acceptance
-    probability `1 - 0.5 * sum|p_k - q_k|` wherever both distributions are at hand, NaN elsewhere. That
-    includes the first position that was cut off when all verified drafts were accepted: the row that gives the added
-    token has p of just that position. For greedy sequences the label is 1.0 or 0.0: does the draft equal the
-    target's token.
-    """
-
-    sequence_ids: Int  # [R]
-    num_drafts: Int32  # [R] drafts proposed
-    verify_len: Int32  # [R] drafts verified
-    accepted: Int32  # [R] drafts accepted, <= verify_len
-    sampled: Bool  # [R] False = greedy
-    altered: Bool  # [R] logits changed by penalties, bias, grammar: kept from the calibrator
-    target_tokens: int  # rows of the target pass, prefill rows among them
-    verify_s: float  # seconds of the target pass
-    confidence_logits: Float32 | None = None  # [R, G], undefined past num_drafts
-    soft_labels: Float32 | None = None  # [R, G], NaN = unknown
-    num_blocks: int = 0  # sequences that a block was drafted for
-    prefill_tokens: int = 0  # prefill rows of the pass
-    context_tokens: int = 0  # cached tokens of all sequences together, before the pass
-    draft_s: float = 0.0  # seconds of drafting
-    step_s: float = 0.0  # seconds of the whole step, sampling and commit included; 0 = draft_s + verify_s
-
-
-class Scheduler(Protocol):
-    """See the module's text. Sequence ids are the engine's; state of an id lives until `release`."""
-
-    policy: str
-
-    def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
-        """Return the most drafts worth asking from each sequence in this step, 0 = do not draft it.
-
-        Arguments:
-            sequence_ids: [R].
-            caps: [R] most drafts by request, block and length left.
-            prefill_tokens: prefill rows in the same pass.
-
-        Returns:
-            [R] int32, <= caps.
-        """
-
-    def verify_len(
-        self,
-        *,
-        sequence_ids: Int,
-        confidence_logits: Float32 | None,
-        num_drafts: Int32,
-        sampled: Bool,
-        altered: Bool,
-        prefill_tokens: int,
-    ) -> Int32:
-        """Return how many drafts of each sequence the target verifies.
-
-        Arguments:
-            sequence_ids: [R].
-            confidence_logits: [R, G] logits of c_k, None for drafters without a confidence head.
-            num_drafts: [R] drafts at hand; 0 for sequences that were not drafted.
-            sampled: [R] False = greedy.
-            altered: [R] the request changes its logits.
-            prefill_tokens: prefill rows in the same pass.
-
-        Returns:
-            [R] int32 with 0 <= verify_len <= num_drafts.
-        """
-
-    def observe(self, step: StepObservation) -> None:
-        """Learn from a finished step."""
-
-    def release(self, sequence_id: int) -> None:
-        """Forget a sequence; unknown ids are fine."""
+__all__ = ["Calibrator", "Scheduler", "StepObservation", "make_scheduler"]
 
 
 class _Static:
-    """`none`, `fixed:K` and `threshold:P`: no state, nothing learned."""
+    """`none`, `fixed:K` and `threshold:P`: nothing learned. A calibrator or cost model given to it still
+    learns."""
 
-    def __init__(self, text: str, policy: Policy) -> None:
+    def __init__(
+        self,
+        text: str,
+        policy: Policy,
+        *,
+        block_size: int,
+        cost_model: CostModel | None,
+        calibrator: Calibrator | None,
+    ) -> None:
         self.policy = text
+        self.cost_model = cost_model
+        self.calibrator = calibrator
         self._policy = policy
+        self._block_size = block_size
 
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:  # noqa: ARG002
         match self._policy.name:
@@ -139,27 +69,54 @@ class _Static:
                 if confidence_logits is None:
                     return num_drafts
                 return threshold_verify_len(
-                    confidence=1.0 / (1.0 + np.exp(-confidence_logits.astype(np.float64))),
+                    confidence=0.5 * (1.0 + np.tanh(0.5 * confidence_logits.astype(np.float64))),
                     num_drafts=num_drafts,
                     min_confidence=self._policy.min_confidence,
                 )
 
     def observe(self, step: StepObservation) -> None:
-        """Nothing is learned."""
+        if self.cost_model is not None:
+            self.cost_model.observe(step)
+        if self.calibrator is not None:
+            learn_calibration(self.calibrator, step, block_size=self._block_size)
 
     def release(self, sequence_id: int) -> None:
         """No state."""
 
 
-def make_scheduler(policy: str, *, block_size: int, has_confidence: bool) -> Scheduler:  # noqa: ARG001
+def make_scheduler(
+    policy: str,
+    *,
+    block_size: int,
+    has_confidence: bool,
+    cost_model: CostModel | None = None,
+    calibrator: Calibrator | None = None,
+) -> Scheduler:
     """Make the scheduler of one policy.
 
     Arguments:
-        policy: `none`, `fixed:K` or `threshold:P`.
+        policy: `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged` or `auto`.
         block_size: G.
         has_confidence: the drafter has a confidence head.
+        cost_model: measured seconds of a step. `auto` without one learns them from the steps it serves.
+        calibrator: from confidence logits to probabilities; None takes them as they are.
 
     Raises:
         ConfigError: naming the policy, the value and what is allowed.
     """
-    return _Static(policy, parse_policy(policy, block_size=block_size))
+    parsed = parse_policy(policy, block_size=block_size)
+    if not parsed.needs_cost:
+        return _Static(policy, parsed, block_size=block_size, cost_model=cost_model, calibrator=calibrator)
+    if cost_model is None and parsed.name != "auto":
+        raise ConfigError(
+            f"policy: got {policy!r} without a measured cost curve, allowed is a capacity file made by"
+            " `dspark-build profile`, or the policy auto, which learns while serving"
+        )
+    return LoadAwareScheduler(
+        policy,
+        parsed,
+        block_size=block_size,
+        has_confidence=has_confidence,
+        cost_model=CostModel() if cost_model is None else cost_model,
+        calibrator=calibrator,
+    )
