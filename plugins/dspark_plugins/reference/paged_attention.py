@@ -4,6 +4,8 @@
 then runs every layer with a handful of calls. Sequences with few rows are put together in groups of similar
 length, so that a group is one call and padding stays within a quarter of the real work; a sequence with many
 rows (a prefill chunk) is a group of its own. Nothing is padded to the longest sequence.
+
+A NaN among a sequence's keys or values reaches all of its rows, masked or not, and never another sequence.
 """
 
 from __future__ import annotations
