@@ -42,10 +42,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A memory-mapped GGUF file."""
+    """A GGUF file: its header in memory, its tensors read when asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read its header.
+        """Read the header.
 
         Raises:
             CheckpointError: for a damaged file, a version other than 2 or 3, one part of a split model, or a
@@ -53,11 +53,11 @@ class GgufFile:
         """
         self.path = path
         try:
-            self._data = np.memmap(path, np.uint8, "r")
+            data = np.memmap(path, np.uint8, "r")  # let go of after the header
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         try:
-            self.metadata, self.tensors, self.header_bytes = _read(self._data)
+            self.metadata, self.tensors, self.header_bytes = _read(data)
         except (struct.error, UnicodeDecodeError, IndexError, KeyError, OverflowError, ValueError) as error:
             raise CheckpointError(f"{path}: the GGUF header cannot be read ({error})") from error
         parts = self.metadata.get("split.count", 1)
@@ -66,25 +66,25 @@ class GgufFile:
                 f"{path}: split.count is {parts}, allowed is 1: merge the parts into one file first"
             )
         for tensor in self.tensors.values():
-            self._check(tensor)
+            self._check(tensor, len(data))
 
-    def _check(self, tensor: GgufTensor) -> None:
+    def _check(self, tensor: GgufTensor, file_bytes: int) -> None:
         if tensor.type_name not in _SUPPORTED:
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, "
                 f"allowed are {', '.join(_SUPPORTED)}"
             )
-        if tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > len(self._data):
+        if tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > file_bytes:
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type "
                 f"{tensor.type_name} ends at byte "
-                f"{tensor.start + tensor.num_bytes}, the file has {len(self._data)}"
+                f"{tensor.start + tensor.num_bytes}, the file has {file_bytes}"
             )
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the stored bytes of one tensor, a read-only view of the file."""
+        """Return the stored bytes of one tensor, in memory of their own."""
         tensor = self._tensor(name)
-        return self._data[tensor.start : tensor.start + tensor.num_bytes]
+        return np.fromfile(self.path, np.uint8, tensor.num_bytes, offset=tensor.start)
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """Return one tensor widened or dequantised to float32, C-contiguous, in memory of its own.
@@ -95,7 +95,7 @@ class GgufFile:
         tensor = self._tensor(name)
         raw = self.raw(name)
         if tensor.type_name == "F32":
-            flat = raw.view("<f4").astype(np.float32)
+            flat = raw.view("<f4").astype(np.float32, copy=False)
         elif tensor.type_name == "F16":
             flat = raw.view("<f2").astype(np.float32)
         else:

@@ -1,4 +1,4 @@
-"""Reads safetensors files through a memory map: no torch, nothing loaded before it is asked for.
+"""Reads safetensors files without torch; nothing is loaded before it is asked for.
 
 Knows the container only; what the names mean is the callers' business.
 """
@@ -25,18 +25,17 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    file: npt.NDArray[np.uint8]  # the whole file, memory-mapped
+    path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int  # bytes from the beginning of the file
-    end: int
 
 
 class SafetensorsSource:
     """Tensors of one or several safetensors files; a `WeightSource` under the names the files use."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Map the files and check their headers.
+        """Read the headers and check them.
 
         Raises:
             CheckpointError: for a damaged file, a tensor that two files hold, or a dtype other than F32, F16,
@@ -69,13 +68,14 @@ class SafetensorsSource:
             CheckpointError: when there is no tensor of this name.
         """
         entry = self._entry(name)
-        raw = entry.file[entry.start : entry.end].tobytes()
+        stored = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry.dtype]
+        raw = np.fromfile(entry.path, stored, math.prod(entry.shape), offset=entry.start)
         if entry.dtype == "BF16":
-            wide = np.frombuffer(raw, "<u2").astype(np.uint32)
+            wide = raw.astype(np.uint32)
             wide <<= 16
             values = wide.view(np.float32)
         else:
-            values = np.frombuffer(raw, "<f4" if entry.dtype == "F32" else "<f2").astype(np.float32)
+            values = raw.astype(np.float32, copy=False)
         return values.reshape(entry.shape)
 
     def _entry(self, name: str) -> _Entry:
@@ -148,7 +148,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {want} bytes, "
                 f"the file gives bytes {begin} to {end} of {len(data) - 8 - header_bytes}"
             )
-        entries[name] = _Entry(data, dtype, shape, start, stop)
+        entries[name] = _Entry(path, dtype, shape, start)
     return entries
 
 
