@@ -1,6 +1,6 @@
 """What a checkpoint says about its model, once, in our words. No torch, no files.
 
-The loaders (`hf`, `gguf_file`, `drafters.checkpoint`) fill these; executors read them. Anything that would
+The loaders (`hf`, `gguf_target`, `drafters.checkpoint`) fill these; executors read them. Anything that would
 change the maths and is not held here must be refused by the loader.
 """
 
