@@ -1,7 +1,7 @@
 """The C interface through ctypes: handles with owners, arrays as pointers.
 
-Checks nothing that the native code does not need to be told: the executors validate their batches first. Calls release
-the interpreter's lock; a pool is used by one thread at a time, which its own lock sees to.
+The executors validate their batches first; nothing is checked twice here. Calls release the interpreter's
+lock; a pool is used by one thread at a time, which its own lock sees to.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ __all__ = [
     "Matrix",
     "NativeDecoder",
     "NativeError",
+    "NativeHead",
     "Pool",
     "isa",
     "native_available",
     "native_unavailable_reason",
+    "to_bfloat16",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -61,11 +63,38 @@ class Pass(ct.Structure):
     """One call of a decoder; the fields are DSparkPass's of dspark_native.h, arrays as addresses."""
 
     _fields_ = (
-        *((name, ct.c_int32) for name in ("num_rows", "num_sequences", "max_pages", "page_size", "mask_words")),
-        *((name, ct.c_int32) for name in ("visibility", "num_logit_rows", "num_taps", "logits_width", "reserved")),
-        *((name, ct.c_void_p) for name in ("tokens", "positions", "query_start", "context_len", "page_table")),
+        *(
+            (name, ct.c_int32)
+            for name in ("num_rows", "num_sequences", "max_pages", "page_size", "mask_words")
+        ),
+        *(
+            (name, ct.c_int32)
+            for name in ("visibility", "num_logit_rows", "num_taps", "logits_width", "reserved")
+        ),
+        *(
+            (name, ct.c_void_p)
+            for name in ("tokens", "positions", "query_start", "context_len", "page_table")
+        ),
         *((name, ct.c_void_p) for name in ("slots", "ancestors", "logit_rows", "taps", "cos", "sin")),
         *((name, ct.c_void_p) for name in ("features", "hidden", "logits", "argmax", "finite")),
+    )
+
+
+class _HeadConfig(ct.Structure):
+    _fields_ = (
+        *(
+            (name, ct.c_int32)
+            for name in ("hidden_size", "rank", "kind", "draft_vocab_size", "w1_is_bfloat16")
+        ),
+        ("confidence_sees_previous", ct.c_int32),
+        ("confidence_bias", ct.c_float),
+        ("reserved", ct.c_int32),
+        *(
+            (name, ct.c_void_p)
+            for name in ("w1", "mix_bias", "confidence", "previous_to_row", "draft_to_target")
+        ),
+        *((name, ct.c_void_p) for name in ("w2", "mix")),
+        ("isa", ct.c_char_p),
     )
 
 
@@ -91,6 +120,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_decoder_allocate_cache": (_i32, (_handle, _i64)),
     "dspark_decoder_forward": (None, (_handle, ct.POINTER(Pass))),
     "dspark_decoder_append": (None, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
+    "dspark_head_destroy": (None, (_handle,)),
+    "dspark_head_greedy": (None, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_step": (None, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_confidence": (None, (_handle, _i32, _ptr, _ptr, _ptr)),
+    "dspark_read": (ct.c_uint64, (_handle, _ptr, _i64)),
 }
 
 _load_lock = threading.Lock()
@@ -119,7 +154,7 @@ def _load() -> ct.CDLL:
 
 
 def native_unavailable_reason() -> str | None:
-    """Return why native code cannot run here, None when it can. The first call may compile for some seconds."""
+    """Return why native code cannot run here, None when it can. The first call may compile (seconds)."""
     try:
         _load()
     except NativeError as error:
@@ -158,6 +193,11 @@ class Pool:
         self.handle = self._library.dspark_pool_create(num_threads, int(pin))
         self.num_threads: int = self._library.dspark_pool_threads(self.handle)
         self.lock = threading.Lock()
+
+    def read(self, data: npt.NDArray[Any]) -> int:
+        """Read a contiguous array once with all threads (whole 256 KiB of it); for measuring the machine."""
+        with self.lock:
+            return int(self._library.dspark_read(self.handle, _address(data), data.nbytes))
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -212,11 +252,13 @@ class Matrix:
     def rows(self, ids: Int32) -> Float32:
         """Return rows [n, num_inputs], widened to float32."""
         ids = np.ascontiguousarray(ids, np.int32)
-        if len(ids) and not (0 <= ids.min() and ids.max() < self.num_outputs):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_outputs):
             raise NativeError(f"row ids {ids.min()} to {ids.max()} are outside 0 to {self.num_outputs - 1}")
         out = np.empty((len(ids), self.num_inputs), np.float32)
         with self._pool.lock:
-            self._library.dspark_matrix_rows(self.handle, self._pool.handle, _address(ids), len(ids), _address(out))
+            self._library.dspark_matrix_rows(
+                self.handle, self._pool.handle, _address(ids), len(ids), _address(out)
+            )
         return out
 
     def apply(self, x: Float32) -> Float32:
@@ -297,7 +339,14 @@ class NativeDecoder:
             self._library.dspark_decoder_forward(self.handle, ct.byref(call))
 
     def append(
-        self, fc: Matrix, norm: Float32, features: Float32, positions: Int32, slots: Int32, cos: Float32, sin: Float32
+        self,
+        fc: Matrix,
+        norm: Float32,
+        features: Float32,
+        positions: Int32,
+        slots: Int32,
+        cos: Float32,
+        sin: Float32,
     ) -> None:
         with self.pool.lock:
             self._library.dspark_decoder_append(
@@ -311,3 +360,110 @@ class NativeDecoder:
                 _address(cos),
                 _address(sin),
             )
+
+
+def to_bfloat16(array: Float32) -> npt.NDArray[np.uint16]:
+    """Return the bits of bfloat16, rounded to nearest even; finite input only."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
+
+
+class NativeHead:
+    """The sequential head and the confidence head of a block drafter.
+
+    Arguments:
+        w1: [rows, r] float32, or the bits of bfloat16; None at rank 0, and so are w2 and mix.
+        w2: [Vd, r].
+        mix: gate [r, d + r] or recurrent [3 r, 2 r + d] projection with its bias, by `kind`.
+        confidence: [d] or [d + r] float32 and its bias.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        kind: Literal["none", "vanilla", "gated", "rnn"],
+        hidden_size: int,
+        draft_vocab_size: int,
+        w1: npt.NDArray[Any] | None,
+        w2: Matrix | None,
+        mix: Matrix | None,
+        mix_bias: Float32 | None,
+        confidence: Float32 | None,
+        confidence_bias: float,
+        previous_to_row: Int32 | None,
+        draft_to_target: Int32 | None,
+    ) -> None:
+        self._library, self._pool = _load(), pool
+        arrays = (w1, mix_bias, confidence, previous_to_row, draft_to_target)
+        self._keep = (*arrays, w2, mix)
+        at = [None if array is None else _address(array) for array in arrays]
+        self.rank = 0 if w1 is None else w1.shape[1]
+        self.draft_vocab_size = draft_vocab_size
+        config = _HeadConfig(
+            hidden_size=hidden_size,
+            rank=self.rank,
+            kind=("none", "vanilla", "gated", "rnn").index(kind),
+            draft_vocab_size=draft_vocab_size,
+            w1_is_bfloat16=int(w1 is not None and w1.dtype == np.uint16),
+            confidence_sees_previous=int(confidence is not None and confidence.size > hidden_size),
+            confidence_bias=confidence_bias,
+            w1=at[0],
+            mix_bias=at[1],
+            confidence=at[2],
+            previous_to_row=at[3],
+            draft_to_target=at[4],
+            w2=w2.handle if w2 else None,
+            mix=mix.handle if mix else None,
+            isa=_wanted_isa(),
+        )
+        self.handle = self._library.dspark_head_create(ct.byref(config), pool.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.dspark_head_destroy(self.handle)
+            self.handle = None
+
+    def greedy(
+        self, anchors: Int32, hidden: Float32, logits: Float32, *, with_confidence: bool
+    ) -> tuple[Int32, npt.NDArray[np.bool_], Float32 | None]:
+        """Return tokens, finite flags, confidence logits [n, steps]; `logits` [n, steps, Vd] is changed."""
+        num, steps = logits.shape[:2]
+        tokens, finite = np.empty((num, steps), np.int32), np.empty((num, steps), np.bool_)
+        confidence = np.empty((num, steps), np.float32) if with_confidence else None
+        with self._pool.lock:
+            self._library.dspark_head_greedy(
+                self.handle,
+                num,
+                steps,
+                _address(anchors),
+                _address(hidden),
+                _address(logits),
+                _address(tokens),
+                _address(finite),
+                None if confidence is None else _address(confidence),
+            )
+        return tokens, finite, confidence
+
+    def step(self, previous: Int32, hidden: Float32, state: Float32 | None) -> Float32:
+        """Return B_k [n, Vd]; `state` [n, r] is replaced in place."""
+        bias = np.empty((len(previous), self.draft_vocab_size), np.float32)
+        with self._pool.lock:
+            self._library.dspark_head_step(
+                self.handle,
+                len(previous),
+                _address(previous),
+                _address(hidden),
+                None if state is None else _address(state),
+                _address(bias),
+            )
+        return bias
+
+    def confidence(self, previous: Int32, hidden: Float32) -> Float32:
+        """Return confidence logits [n]."""
+        out = np.empty(len(previous), np.float32)
+        with self._pool.lock:
+            self._library.dspark_head_confidence(
+                self.handle, len(previous), _address(previous), _address(hidden), _address(out)
+            )
+        return out

@@ -1,7 +1,7 @@
 """Compiles the native pass with the machine's own C++ compiler: `python -m dspark_plugins.native.build`.
 
-The library's name carries a hash of sources, flags and compiler, so a change rebuilds and an old file is never loaded.
-It lands beside the sources, or in the user's cache folder where those are read-only.
+The library's name carries a hash of sources, flags and compiler, so a change rebuilds and an old file never
+loads. It lands beside the sources, or in the user's cache folder where those are read-only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,41 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BuildError", "Variant", "build_library", "compile_units", "find_compiler", "library_path", "units"]
+__all__ = [
+    "BuildError",
+    "Variant",
+    "build_library",
+    "compile_units",
+    "find_compiler",
+    "library_path",
+    "units",
+]
 
 SOURCES = Path(__file__).parent
 _COMMON = (
-    "-std=c++17 -O3 -g1 -fPIC -ffp-contract=off -fno-math-errno -fvisibility=hidden "
-    "-Wall -Wextra -Wno-psabi -Wno-ignored-attributes -Wno-uninitialized -Wno-maybe-uninitialized"
-).split()
+    *("-std=c++17", "-O3", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
+    *(
+        "-Wall",
+        "-Wextra",
+        "-Wno-psabi",
+        "-Wno-ignored-attributes",
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",
+    ),
+)
 _AVX512 = (
-    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma "
-    "-mprefer-vector-width=512"
-).split()
+    *(
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512vnni",
+        "-mavx512bf16",
+        "-mavx2",
+        "-mfma",
+    ),
+    "-mprefer-vector-width=512",
+)
 
 
 class BuildError(Exception):
@@ -63,9 +87,7 @@ def find_compiler() -> str:
         BuildError: none is there, or this is no x86-64 Linux.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(
-            f"native code is for x86_64 Linux, this is {platform.machine()} {sys.platform}"
-        )
+        raise BuildError(f"native code is for x86_64 Linux, this is {platform.machine()} {sys.platform}")
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("g++", "c++", "clang++"):
         found = shutil.which(name)
@@ -120,8 +142,19 @@ def compile_units(
     running = []
     for variant in variants:
         target = folder / f"{variant.name}.o"
-        command = [compiler, *_COMMON, *variant.flags, *extra, "-c", str(SOURCES / variant.source), "-o", str(target)]
-        running.append((target, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
+        command = [
+            compiler,
+            *_COMMON,
+            *variant.flags,
+            *extra,
+            "-c",
+            str(SOURCES / variant.source),
+            "-o",
+            str(target),
+        ]
+        running.append(
+            (target, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        )
     failures = []
     for target, process in running:
         output, _ = process.communicate()

@@ -81,7 +81,7 @@ class Decoder {
                int rows, int begin, int end);
   CacheLayer cache_layer(int layer) const;
   float* residual(int t) { return residual_.as<float>() + int64_t{t} * hidden_; }
-  uint8_t* input(int t) { return input_.as<uint8_t>() + t * input_stride_; }
+  uint8_t* input(int t) { return input_.as<uint8_t>() + t * hidden_stride_; }
 
   const Kernels& kernels_;
   Pool& pool_;
@@ -89,7 +89,7 @@ class Decoder {
   const Dtype dtype_, cache_dtype_;
   const float eps_;
   const int64_t hidden_stride_, attention_stride_, activation_stride_, partial_size_;
-  int64_t input_stride_ = 0;
+  int64_t final_stride_ = 0;
 
   void* cache_ = nullptr;
   int64_t cache_bytes_ = 0, layer_bytes_ = 0, values_offset_ = 0;
@@ -130,7 +130,6 @@ Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
       activation_stride_(prepared_row_bytes(dtype_, round_up(c.intermediate_size, kGroup))),
       partial_size_(static_cast<int64_t>(group_) * (2 + dim_pad_)),
       thread_partial_(static_cast<size_t>(pool.num_threads())) {
-  input_stride_ = hidden_stride_;
   for (int i = 0; i < c.num_layers; ++i) layers[static_cast<size_t>(i)].window = c.windows ? c.windows[i] : 0;
   staging_.reserve(int64_t{pool.num_threads()} * 4 * dim_pad_ * 16 * 4);
 }
@@ -203,7 +202,9 @@ void Decoder::forward(const DSparkPass& pass) {
   pass_ = pass;
   const int rows = pass.num_rows, picked = pass.num_logit_rows;
   reserve_rows(rows);
-  final_.reserve(int64_t{picked} * hidden_stride_ + 64);
+  const Dtype final_dtype = head ? head->dtype : dtype_;
+  final_stride_ = prepared_row_bytes(final_dtype, round_up(hidden_, kGroup));
+  final_.reserve(picked * final_stride_ + 64);
   plan_sequences();
   plan_.clear();
   totals_.clear();
@@ -440,11 +441,11 @@ void Decoder::run(PhaseInfo phase, int begin, int end, int thread) {
           kernels_.norm_row(out, final_norm.data(), eps_, hidden_);
         }
         kernels_.prepare_row(x, final_norm.data(), eps_, hidden_, hidden_pad, head ? head->dtype : dtype_,
-                             final_.as<uint8_t>() + i * hidden_stride_);
+                             final_.as<uint8_t>() + i * final_stride_);
       }
       return;
     case kHead:
-      return project(*head, final_.as<uint8_t>(), hidden_stride_, kStore, pass_.logits, pass_.logits_width,
+      return project(*head, final_.as<uint8_t>(), final_stride_, kStore, pass_.logits, pass_.logits_width,
                      pass_.num_logit_rows, begin, end);
     case kArgmax:
       for (int i = begin; i < end; ++i) {

@@ -73,6 +73,39 @@ DSPARK_API void dspark_decoder_append(void* decoder, void* fc, const float* norm
                                       int32_t num_rows, const int32_t* positions, const int32_t* slots,
                                       const float* cos, const float* sin);
 
+/* The sequential head of a block drafter (rank 0: base logits alone) and its confidence head. Arrays are borrowed. */
+enum { DSPARK_HEAD_NONE = 0, DSPARK_HEAD_VANILLA = 1, DSPARK_HEAD_GATED = 2, DSPARK_HEAD_RNN = 3 };
+
+typedef struct {
+  int32_t hidden_size, rank, kind, draft_vocab_size, w1_is_bfloat16, confidence_sees_previous;
+  float confidence_bias;
+  int32_t reserved;
+  const void* w1;                    /* [rows, rank] float32 or bfloat16 */
+  const float* mix_bias;             /* [rank] gated, [3 * rank] rnn */
+  const float* confidence;           /* [hidden_size (+ rank)] or null */
+  const int32_t* previous_to_row;    /* [vocab_size] row of w1 for a target token, null = the token */
+  const int32_t* draft_to_target;    /* [draft_vocab_size] or null */
+  void* w2;                          /* matrix [draft_vocab_size, rank] */
+  void* mix;                         /* matrix [rank, hidden + rank] gated, [3 rank, 2 rank + hidden] rnn, or null */
+  const char* isa;
+} DSparkHeadConfig;
+
+DSPARK_API void* dspark_head_create(const DSparkHeadConfig* config, void* pool);
+DSPARK_API void dspark_head_destroy(void* head);
+/* Draw arg-max tokens left to right. hidden [n, steps, d]; logits [n, steps, Vd] hold U_k and leave as U_k + B_k;
+ * tokens, finite, confidence [n, steps] (confidence may be null). */
+DSPARK_API void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
+                                   const float* hidden, float* logits, int32_t* tokens, uint8_t* finite,
+                                   float* confidence);
+/* One step: bias [n, Vd] = B_k; state [n, rank] is read and replaced (rnn). */
+DSPARK_API void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
+                                 float* state, float* bias);
+DSPARK_API void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous,
+                                       const float* hidden, float* confidence);
+
+/* Read `bytes` once with every thread of the pool; the sum keeps the reads alive. For measuring the machine. */
+DSPARK_API uint64_t dspark_read(void* pool, const void* data, int64_t bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -266,10 +266,10 @@ void norm_row(float* x, const float* norm, float eps, int n) {
   for (int i = 0; i < n; i += 16) store_partial(x + i, scaled(x + i, norm + i, scale, n - i), n - i);
 }
 
-void add_row(float* x, const float* y, int n) {
-  for (int i = 0; i < n; i += 16) {
-    store_partial(x + i, vadd(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i);
-  }
+float dot(const float* x, const float* y, int n) {
+  vf sum = vzero();
+  for (int i = 0; i < n; i += 16) sum = vfma(load_partial(x + i, n - i), load_partial(y + i, n - i), sum);
+  return vlane_sum(sum);
 }
 
 inline void rotate(float* x, const float* cos, const float* sin, int half) {
@@ -527,5 +527,5 @@ void combine(const float* partial, int chunks, int64_t stride, int group, int he
 }  // namespace
 
 namespace dspark {
-const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, add_row};
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot};
 }  // namespace dspark

@@ -103,8 +103,7 @@ struct Kernels {
   void (*argmax)(const float* x, int n, int32_t* index, uint8_t* finite);
   // Normalise one row in place.
   void (*norm_row)(float* x, const float* norm, float eps, int n);
-  // One float [n] row: x += y.
-  void (*add_row)(float* x, const float* y, int n);
+  float (*dot)(const float* x, const float* y, int n);
 };
 
 extern const Kernels kernels_portable;

@@ -13,8 +13,8 @@ Float32 = npt.NDArray[np.float32]
 class RopeTable:
     """Tables [positions, head_dim / 2] float32.
 
-    The angle is the float32 product of position and frequency, as in the torch executor; its cosine and sine are taken
-    in float64 and rounded once.
+    The angle is the float32 product of position and frequency, as in the torch executor; its cosine and
+    sine are taken in float64 and rounded once.
 
     Arguments:
         frequencies: [head_dim / 2] float32 inverse frequencies.

@@ -1,7 +1,7 @@
 """Runs a Llama or Qwen3 target in native code: the default on CPUs. No torch.
 
-One call is one pass over the whole batch. Every row's numbers are the same bits whatever else is in the pass, however a
-prompt is cut into chunks and wherever its pages lie (plugins' native/kernels.hpp states the law).
+One call is one pass over the whole batch. Every row's numbers are the same bits whatever else is in the pass,
+however a prompt is cut into chunks and wherever its pages lie (native/kernels.hpp states the law).
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
-from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput
-from dspark.models.config import DecoderConfig, TargetConfig, WeightSource
-from dspark.models.rope import inverse_frequencies
 from dspark_plugins.native.binding import (
     CHAIN,
     DTYPES,
@@ -30,7 +25,12 @@ from dspark_plugins.native.binding import (
 from dspark_plugins.native.rope import RopeTable
 from dspark_plugins.native.threads import default_num_threads
 
-__all__ = ["NativeTarget", "check_dtype", "load_decoder"]
+from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
+from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput
+from dspark.models.config import DecoderConfig, TargetConfig, WeightSource
+from dspark.models.rope import inverse_frequencies
+
+__all__ = ["NativeTarget", "check_array", "check_dtype", "check_pages", "check_range", "load_decoder"]
 
 
 def check_dtype(dtype: str) -> None:
@@ -129,7 +129,7 @@ class NativeTarget:
         """
         if num_pages < 1 or page_size < 1 or num_pages * page_size >= 2**31:
             raise CapacityError(
-                f"a cache of {num_pages} pages of {page_size} tokens: allowed are 1 to 2^31 - 1 tokens together"
+                f"a cache of {num_pages} pages of {page_size} tokens: allowed are 1 to 2^31 - 1 tokens"
             )
         try:
             self._decoder.allocate_cache(num_pages * page_size)
@@ -155,7 +155,9 @@ class NativeTarget:
         logits = np.empty((num_picked, vocab_size), np.float32)
         argmax = np.empty(num_picked, np.int32)
         finite = np.empty(num_picked, np.bool_)
-        features = np.empty((num_rows, len(self._taps) * hidden_size), np.float32) if len(self._taps) else None
+        features = (
+            np.empty((num_rows, len(self._taps) * hidden_size), np.float32) if len(self._taps) else None
+        )
         ancestors = batch.ancestors
         self._decoder.forward(
             Pass(
@@ -193,23 +195,25 @@ class NativeTarget:
         num_rows, num_sequences = batch.tokens.size, batch.context_len.size
         if not 1 <= num_rows <= self.max_rows:
             raise EngineError(f"tokens: got {num_rows} rows, allowed is 1 to {self.max_rows} (max_rows)")
-        _check_array("tokens", batch.tokens, (num_rows,))
-        _check_array("positions", batch.positions, (num_rows,))
-        _check_array("slots", batch.slots, (num_rows,))
-        _check_array("context_len", batch.context_len, (num_sequences,))
-        _check_array("query_start", batch.query_start, (num_sequences + 1,))
-        _check_array("logit_rows", batch.logit_rows, (batch.logit_rows.size,))
-        _check_array("page_table", batch.page_table, (num_sequences, None))
+        check_array("tokens", batch.tokens, (num_rows,))
+        check_array("positions", batch.positions, (num_rows,))
+        check_array("slots", batch.slots, (num_rows,))
+        check_array("context_len", batch.context_len, (num_sequences,))
+        check_array("query_start", batch.query_start, (num_sequences + 1,))
+        check_array("logit_rows", batch.logit_rows, (batch.logit_rows.size,))
+        check_array("page_table", batch.page_table, (num_sequences, None))
         check_range("tokens", batch.tokens, 0, self.config.vocab_size - 1)
         check_range("positions", batch.positions, 0, self.config.max_context_len - 1)
         check_range("slots", batch.slots, 0, self._num_pages * self._page_size - 1)
         slots = batch.slots.tolist()
         if len(set(slots)) != len(slots):
-            raise EngineError(f"slots: got {len(slots)} with {len(set(slots))} different, allowed is each once")
+            raise EngineError(
+                f"slots: got {len(slots)} with {len(set(slots))} different, allowed is each once"
+            )
         lengths = np.diff(batch.query_start)
         if batch.query_start[0] != 0 or batch.query_start[-1] != num_rows or lengths.min() < 0:
             raise EngineError(
-                f"query_start: got {batch.query_start.tolist()}, allowed is rising from 0 to the {num_rows} rows"
+                f"query_start: got {batch.query_start.tolist()}, allowed is rising from 0 to {num_rows}"
             )
         rows = batch.logit_rows
         if len(rows):
@@ -221,8 +225,11 @@ class NativeTarget:
             _check_ancestors(batch.ancestors, batch.query_start, lengths)
 
 
-def _check_array(name: str, array: npt.NDArray[np.int32], shape: tuple[int | None, ...]) -> None:
-    fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
+def check_array(name: str, array: npt.NDArray[np.int32], shape: tuple[int | None, ...]) -> None:
+    """Raise EngineError unless an int32 array is contiguous and of this shape (None = any size)."""
+    fits = array.ndim == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, array.shape, strict=True)
+    )
     if array.dtype != np.int32 or not fits or not array.flags.c_contiguous:
         layout = "contiguous" if array.flags.c_contiguous else "not contiguous"
         wanted = ["any" if size is None else size for size in shape]
@@ -255,19 +262,21 @@ def check_pages(page_table: Int32, context_len: Int32, *, num_pages: int, page_s
 
 def _check_ancestors(ancestors: Int32, query_start: Int32, lengths: Int32) -> None:
     num_rows = int(query_start[-1])
-    _check_array("ancestors", ancestors, (num_rows, None))
+    check_array("ancestors", ancestors, (num_rows, None))
     local = np.arange(num_rows) - np.repeat(query_start[:-1], lengths)
     words = ancestors.shape[1]
     if words * 32 <= int(local.max()):
-        raise EngineError(f"ancestors: got {words} words a row, allowed is room for {int(local.max()) + 1} rows")
+        raise EngineError(
+            f"ancestors: got {words} words a row, allowed is room for {int(local.max()) + 1} rows"
+        )
     bits = np.unpackbits(ancestors.view(np.uint8), axis=1, bitorder="little")
     itself = bits[np.arange(num_rows), local]
     later = bits & (np.arange(words * 32) > local[:, None])
     if not itself.all() or later.any():
         row = int(np.flatnonzero((itself == 0) | later.any(axis=1))[0])
         raise EngineError(
-            f"ancestors: row {row} got {np.flatnonzero(bits[row]).tolist()}, allowed is itself ({int(local[row])}) and "
-            "rows before it"
+            f"ancestors: row {row} got {np.flatnonzero(bits[row]).tolist()}, allowed is "
+            f"itself ({int(local[row])}) and rows before it"
         )
 
 
@@ -301,8 +310,8 @@ def load_decoder(
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % kv_heads or dim % 2:
         raise ConfigError(
-            f"executor native: got {heads} heads, {kv_heads} key heads, head_dim {dim}; allowed are whole groups of heads and "
-            "an even head_dim"
+            f"executor native: got {heads} heads, {kv_heads} key heads, head_dim {dim}; "
+            "allowed are whole groups of heads and an even head_dim"
         )
     shape = DecoderShape(
         hidden_size=hidden,
@@ -314,7 +323,9 @@ def load_decoder(
         rms_norm_eps=config.rms_norm_eps,
         windows=[window or 0 for window in windows],
     )
-    decoder = NativeDecoder(shape, pool, dtype=dtype, cache_dtype="float32" if dtype == "float32" else "bfloat16")
+    decoder = NativeDecoder(
+        shape, pool, dtype=dtype, cache_dtype="float32" if dtype == "float32" else "bfloat16"
+    )
     inner_padded = -(-inner // 16) * 16
 
     def matrix(num_outputs: int, num_inputs: int) -> Matrix:

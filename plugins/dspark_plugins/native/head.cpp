@@ -1,0 +1,311 @@
+// The sequential head: G dependent small steps over the draft vocabulary, as phases of one run.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "dspark_native.h"
+#include "isa.hpp"
+#include "kernels.hpp"
+#include "memory.hpp"
+#include "pool.hpp"
+
+namespace dspark {
+namespace {
+
+enum Kind : int32_t {
+  kEmbedRows,  // [rows] W1[x], confidence, input of the gate or of W2
+  kMix,        // [panels] gate / recurrent projection
+  kMixRows,    // [rows] its non-linear part, input of W2
+  kBias,       // [panels] logits += z W2
+  kPick,       // [rows] arg-max
+};
+
+struct PhaseInfo {
+  Kind kind;
+  int step;
+};
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+}  // namespace
+
+class Head {
+ public:
+  Head(const DSparkHeadConfig& c, Pool& pool)
+      : c_(c),
+        kernels_(kernels_for(c.isa)),
+        pool_(pool),
+        w2_(static_cast<const Matrix*>(c.w2)),
+        mix_(static_cast<const Matrix*>(c.mix)) {}
+
+  void greedy(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+              uint8_t* finite, float* confidence);
+  void step(int num, const int32_t* previous, const float* hidden, float* state, float* bias);
+  void confidence(int num, const int32_t* previous, const float* hidden, float* out);
+
+ private:
+  static void body(void* self, int phase, int begin, int end, int) {
+    auto* h = static_cast<Head*>(self);
+    h->run(h->plan_[static_cast<size_t>(phase)], begin, end);
+  }
+  void add(Kind kind, int step, int32_t total) {
+    plan_.push_back({kind, step});
+    totals_.push_back(total);
+  }
+  void reserve(int num);
+  void plan_step(int step, bool pick);
+  void run(PhaseInfo phase, int begin, int end);
+  void embed(int32_t token, float* out) const;
+  float rate(const float* hidden, const float* embedded) const;
+  void embed_row(int step, int i);
+  void mix_row(int i);
+  void bias_input(int i, const float* z) {
+    kernels_.prepare_row(z, nullptr, 0.0f, c_.rank, w2_->k_pad, w2_->dtype, z_.as<uint8_t>() + i * z_stride_);
+  }
+  const float* hidden_of(int i, int step) const { return hidden_ + (int64_t{i} * steps_ + step) * c_.hidden_size; }
+
+  DSparkHeadConfig c_;
+  const Kernels& kernels_;
+  Pool& pool_;
+  const Matrix* w2_;
+  const Matrix* mix_;
+  Buffer embedded_, mix_in_raw_, mix_in_, mix_out_, z_, state_;
+  int64_t z_stride_ = 0, mix_stride_ = 0;
+  std::vector<PhaseInfo> plan_;
+  std::vector<int32_t> totals_, previous_;
+  // Of the current call.
+  int num_ = 0, steps_ = 0;
+  const float* hidden_ = nullptr;
+  float *state_now_ = nullptr, *logits_ = nullptr, *confidence_ = nullptr;
+  Epilogue epilogue_ = kAdd;
+  int32_t* tokens_ = nullptr;
+  uint8_t* finite_ = nullptr;
+};
+
+void Head::reserve(int num) {
+  num_ = num;
+  embedded_.reserve(int64_t{num} * (c_.rank + 16) * 4);
+  if (w2_) {
+    z_stride_ = prepared_row_bytes(w2_->dtype, w2_->k_pad);
+    z_.reserve(num * z_stride_);
+  }
+  if (mix_) {
+    mix_stride_ = prepared_row_bytes(mix_->dtype, mix_->k_pad);
+    mix_in_.reserve(num * mix_stride_);
+    mix_in_raw_.reserve(int64_t{num} * mix_->k * 4);
+    mix_out_.reserve(int64_t{num} * mix_->n * 4);
+  }
+}
+
+void Head::plan_step(int step, bool pick) {
+  add(kEmbedRows, step, num_);
+  if (mix_) {
+    add(kMix, step, mix_->panels);
+    add(kMixRows, step, num_);
+  }
+  if (w2_) add(kBias, step, w2_->panels);
+  if (pick) add(kPick, step, num_);
+}
+
+void Head::greedy(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+                  uint8_t* finite, float* confidence) {
+  reserve(num);
+  steps_ = steps;
+  hidden_ = hidden;
+  logits_ = logits;
+  tokens_ = tokens;
+  finite_ = finite;
+  confidence_ = confidence;
+  epilogue_ = kAdd;
+  previous_.assign(anchors, anchors + num);
+  state_.reserve(int64_t{num} * c_.rank * 4 + 64);
+  state_now_ = state_.as<float>();
+  std::memset(state_now_, 0, static_cast<size_t>(num) * static_cast<size_t>(c_.rank) * 4);
+  plan_.clear();
+  totals_.clear();
+  for (int k = 0; k < steps; ++k) plan_step(k, true);
+  pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+void Head::step(int num, const int32_t* previous, const float* hidden, float* state, float* bias) {
+  reserve(num);
+  steps_ = 1;
+  hidden_ = hidden;
+  logits_ = bias;
+  confidence_ = nullptr;
+  epilogue_ = kStore;
+  previous_.assign(previous, previous + num);
+  state_now_ = state;
+  plan_.clear();
+  totals_.clear();
+  plan_step(0, false);
+  pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+void Head::confidence(int num, const int32_t* previous, const float* hidden, float* out) {
+  reserve(num);
+  for (int i = 0; i < num; ++i) {
+    float* embedded = embedded_.as<float>();
+    if (c_.kind != DSPARK_HEAD_NONE) embed(previous[i], embedded);
+    out[i] = rate(hidden + int64_t{i} * c_.hidden_size, embedded);
+  }
+}
+
+void Head::embed(int32_t token, float* out) const {
+  const int64_t row = c_.previous_to_row ? c_.previous_to_row[token] : token;
+  if (c_.w1_is_bfloat16) {
+    const uint16_t* from = static_cast<const uint16_t*>(c_.w1) + row * c_.rank;
+    for (int i = 0; i < c_.rank; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+      std::memcpy(out + i, &bits, 4);
+    }
+  } else {
+    std::memcpy(out, static_cast<const float*>(c_.w1) + row * c_.rank, static_cast<size_t>(c_.rank) * 4);
+  }
+}
+
+float Head::rate(const float* hidden, const float* embedded) const {
+  float sum = kernels_.dot(hidden, c_.confidence, c_.hidden_size) + c_.confidence_bias;
+  if (c_.confidence_sees_previous) sum += kernels_.dot(embedded, c_.confidence + c_.hidden_size, c_.rank);
+  return sum;
+}
+
+void Head::embed_row(int step, int i) {
+  float* embedded = embedded_.as<float>() + int64_t{i} * (c_.rank + 16);
+  const float* hidden = hidden_of(i, step);
+  if (c_.kind != DSPARK_HEAD_NONE) embed(previous_[static_cast<size_t>(i)], embedded);
+  if (confidence_) confidence_[int64_t{i} * steps_ + step] = rate(hidden, embedded);
+  if (c_.kind == DSPARK_HEAD_VANILLA) bias_input(i, embedded);
+  if (!mix_) return;
+  const size_t rank_bytes = static_cast<size_t>(c_.rank) * 4, hidden_bytes = static_cast<size_t>(c_.hidden_size) * 4;
+  float* raw = mix_in_raw_.as<float>() + int64_t{i} * mix_->k;
+  if (c_.kind == DSPARK_HEAD_GATED) {  // [h ; W1[x]]
+    std::memcpy(raw, hidden, hidden_bytes);
+    std::memcpy(raw + c_.hidden_size, embedded, rank_bytes);
+  } else {  // [s ; W1[x] ; h]
+    std::memcpy(raw, state_now_ + int64_t{i} * c_.rank, rank_bytes);
+    std::memcpy(raw + c_.rank, embedded, rank_bytes);
+    std::memcpy(raw + 2 * c_.rank, hidden, hidden_bytes);
+  }
+  kernels_.prepare_row(raw, nullptr, 0.0f, mix_->k, mix_->k_pad, mix_->dtype, mix_in_.as<uint8_t>() + i * mix_stride_);
+}
+
+void Head::mix_row(int i) {
+  const int r = c_.rank;
+  float* out = mix_out_.as<float>() + int64_t{i} * mix_->n;
+  float* embedded = embedded_.as<float>() + int64_t{i} * (r + 16);
+  for (int j = 0; j < mix_->n; ++j) out[j] += c_.mix_bias[j];
+  if (c_.kind == DSPARK_HEAD_GATED) {
+    for (int j = 0; j < r; ++j) embedded[j] *= sigmoid(out[j]);
+  } else {
+    float* state = state_now_ + int64_t{i} * r;
+    for (int j = 0; j < r; ++j) {
+      const float gate = sigmoid(out[j]);
+      state[j] = gate * state[j] + (1.0f - gate) * std::tanh(out[r + j]);
+      embedded[j] = std::tanh(out[2 * r + j]);
+    }
+  }
+  bias_input(i, embedded);
+}
+
+void Head::run(PhaseInfo phase, int begin, int end) {
+  const int64_t vocab = c_.draft_vocab_size;
+  Gemm g{};
+  g.rows = num_;
+  switch (phase.kind) {
+    case kEmbedRows:
+      for (int i = begin; i < end; ++i) embed_row(phase.step, i);
+      return;
+    case kMix:
+      g.w = mix_;
+      g.x = mix_in_.as<uint8_t>();
+      g.x_stride = mix_stride_;
+      g.epilogue = kStore;
+      g.out = mix_out_.as<float>();
+      g.out_stride = mix_->n;
+      return kernels_.gemm(g, begin, end);
+    case kMixRows:
+      for (int i = begin; i < end; ++i) mix_row(i);
+      return;
+    case kBias:
+      g.w = w2_;
+      g.x = z_.as<uint8_t>();
+      g.x_stride = z_stride_;
+      g.epilogue = epilogue_;
+      g.out = logits_ + phase.step * vocab;
+      g.out_stride = steps_ * vocab;
+      return kernels_.gemm(g, begin, end);
+    case kPick:
+      for (int i = begin; i < end; ++i) {
+        const int64_t at = int64_t{i} * steps_ + phase.step;
+        int32_t token = 0;
+        kernels_.argmax(logits_ + at * vocab, static_cast<int>(vocab), &token, finite_ + at);
+        if (c_.draft_to_target) token = c_.draft_to_target[token];
+        tokens_[at] = previous_[static_cast<size_t>(i)] = token;
+      }
+      return;
+  }
+}
+
+namespace {
+
+struct ReadJob {
+  const uint64_t* data;
+  std::vector<uint64_t> sums;
+};
+
+constexpr int64_t kReadItem = 1 << 18;
+
+void read_items(void* context, int, int begin, int end, int thread) {
+  auto* job = static_cast<ReadJob*>(context);
+  const uint64_t* p = job->data + begin * (kReadItem / 8);
+  uint64_t sum[32] = {};
+  for (int64_t i = 0; i < (end - begin) * (kReadItem / 8); i += 32) {
+    __builtin_prefetch(p + i + 512);
+    __builtin_prefetch(p + i + 520);
+    __builtin_prefetch(p + i + 528);
+    __builtin_prefetch(p + i + 536);
+    for (int j = 0; j < 32; ++j) sum[j] += p[i + j];
+  }
+  for (uint64_t s : sum) job->sums[static_cast<size_t>(thread)] += s;
+}
+
+}  // namespace
+}  // namespace dspark
+
+using namespace dspark;
+
+extern "C" {
+
+void* dspark_head_create(const DSparkHeadConfig* config, void* pool) {
+  return new Head(*config, *static_cast<Pool*>(pool));
+}
+
+void dspark_head_destroy(void* head) { delete static_cast<Head*>(head); }
+
+void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
+                        float* logits, int32_t* tokens, uint8_t* finite, float* confidence) {
+  static_cast<Head*>(head)->greedy(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence);
+}
+
+void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden, float* state,
+                      float* bias) {
+  static_cast<Head*>(head)->step(num_sequences, previous, hidden, state, bias);
+}
+
+void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
+                            float* confidence) {
+  static_cast<Head*>(head)->confidence(num_sequences, previous, hidden, confidence);
+}
+
+uint64_t dspark_read(void* pool, const void* data, int64_t bytes) {
+  auto* p = static_cast<Pool*>(pool);
+  ReadJob job{static_cast<const uint64_t*>(data), std::vector<uint64_t>(static_cast<size_t>(p->num_threads()))};
+  const auto items = static_cast<int32_t>(bytes / kReadItem);
+  p->run(&items, 1, read_items, &job);
+  uint64_t total = 0;
+  for (uint64_t s : job.sums) total += s;
+  return total;
+}
+
+}  // extern "C"
