@@ -76,10 +76,14 @@ def load_drafter(
             f"feature_layer_ids: the drafter reads target layers {checkpoint.config.target_layer_ids}, "
             f"the target executor was made for {target_executor.feature_layer_ids}"
         )
-    embedding, head = target_executor.embedding_and_head()
     build = _executor_class(executor, device)
-    options = {} if build.__name__ == "NativeBlockDrafter" else {"device": device}
-    block_executor = build(checkpoint, target_embedding=embedding, target_head=head, dtype=dtype, **options)
+    native = build.__name__ == "NativeBlockDrafter"
+    options: dict[str, Any] = {} if native else {"device": device}
+    if native and target_executor.name == "native":
+        options["target"] = target_executor  # its packed embedding and head are shared, its threads too
+    else:
+        options["target_embedding"], options["target_head"] = target_executor.embedding_and_head()
+    block_executor = build(checkpoint, dtype=dtype, **options)
     return DSparkDrafter(cast(BlockDrafterExecutor, block_executor), checkpoint.draft_to_target)
 
 
