@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from typing import Any, TextIO
 
@@ -54,7 +53,7 @@ def run_schedule(args: argparse.Namespace, stdin: TextIO, stdout: TextIO) -> int
     text = stdin.read()
     try:
         question = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError("standard input", text, f"one JSON object ({error})") from error
     answer = schedule(question)
     json.dump(answer, stdout, indent=1 if getattr(args, "pretty", False) else None)
@@ -165,8 +164,8 @@ def _seconds(curve: object, first: int, count: int) -> Float64:
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and int(key) > 0):
             raise RequestError(name, key, "sizes that are whole numbers > 0")
         real = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not real or not math.isfinite(rate) or rate <= 0:
-            raise RequestError(f"{name}[{key}]", rate, "a finite number > 0")
+        if not real or not 1e-100 < rate < 1e100:
+            raise RequestError(f"{name}[{key}]", rate, "a finite number > 0, from 1e-100 to 1e100")
         if int(key) in points:
             raise RequestError(name, key, "every size once")
         points[int(key)] = 1.0 / rate
@@ -177,7 +176,7 @@ def _seconds(curve: object, first: int, count: int) -> Float64:
         raise RequestError(
             name,
             outside,
-            f"a curve that covers {first} to {last} tokens; this one is from {sizes[0]} on, to {sizes[-1]}",
+            f"a curve that covers {first} to {last} tokens; this one goes from {sizes[0]} to {sizes[-1]}",
         )
     return np.interp(np.arange(first, last + 1, dtype=np.float64), sizes, [points[b] for b in sizes])
 

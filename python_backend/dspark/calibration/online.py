@@ -1,0 +1,306 @@
+"""Calibration that learns while serving: from confidence logits to probabilities that come true.
+
+One map per draft position, and apart for greedy and sampled requests:
+
+    x = z / T_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
+
+With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling); a and b bend the two
+ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely ones
+given the last labels of the position, older ones counting less, and a prior that is worth a few dozen
+labels and holds the map at the offline fit while there are no more.
+
+What is fitted is P(x_k accepted | x_1..x_{k-1} accepted, z_k), so a position that was cut off is simply
+missing. How that was decided (lengths, loads) does not matter, since it depended on the logits alone.
+
+No engine, no torch, no clock, no random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dspark.calibration.label_window import LabelWindow
+from dspark.errors import ConfigError
+from dspark.scheduling.interface import Bool, Float32, Float64
+
+__all__ = ["FORMAT_VERSION", "OnlineCalibrator"]
+
+FORMAT_VERSION = 1
+_MODES = ("greedy", "sampled")
+
+_RIDGE = 0.5 * np.eye(3) + 0.5 * np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+_OFFLINE_LABELS = 16.0  # labels that the offline fit is worth to the common map
+_COMMON_LABELS = 200.0  # labels that the common map is worth to a position
+_AT_PRIOR = np.array([1.0, 1.0, 0.0])  # a, b, d of the offline fit
+_LOWEST_SLOPE = 0.02
+_FARTHEST = 30.0  # |z / T| beyond which nothing changes any more
+_LONGEST_STEP = 1.0
+_ROWS = 64  # sequences of one step that are learnt from; the others are left out in turn
+_BATCH_ROWS, _BATCH_STEPS = 32, 16  # what is gathered before it is learnt from
+_STARVED = 256  # steps without a label after which a position is starved
+
+
+class OnlineCalibrator:
+    """Learns from every step; see the module's text. Implements `scheduling.interface.Calibrator`.
+
+    Arguments:
+        block_size: G.
+        temperatures: [G] of the offline fit; None = 1 everywhere.
+    """
+
+    def __init__(self, *, block_size: int, temperatures: Sequence[float] | None = None) -> None:
+        given = np.ones(block_size) if temperatures is None else np.asarray(temperatures, np.float64)
+        if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > 0.0):
+            raise ConfigError(
+                f"temperatures: got {np.asarray(temperatures).tolist()!r}, allowed are {block_size} finite"
+                " numbers > 0"
+            )
+        self.block_size = block_size
+        self.temperatures: Float64 = given
+        self._scale = 1.0 / given
+        self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
+        self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [2, 1, 3]
+        self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [2, G, 3]
+        self._silence = np.zeros(block_size, np.int64)  # steps since the last label
+        self._first_row = 0
+        self._num_steps = 0
+        self._gathered: list[tuple[Float32, Float64, Bool, Bool]] = []
+        self._num_gathered = 0
+        self.num_drifts = 0
+        self.num_excluded = 0  # labels left out: altered requests, logits that are not finite
+
+    # -- forecasts -----------------------------------------------------------------------------------------
+
+    def confidence(self, logits: Float32, *, sampled: Bool) -> Float64:
+        """Return c_k [R, G] for logits [R, G]; NaN for a logit that is not finite."""
+        low, high = self._features(logits)
+        params = self._of_rows(sampled)
+        score = params[..., 1] * high - params[..., 0] * low + params[..., 2]
+        return np.asarray(1.0 / (1.0 + np.exp(-score)))
+
+    def parameters(self, *, sampled: bool) -> Float64:
+        """Return a, b, d of every position [G, 3]."""
+        self.flush()
+        return np.array(self._params[int(sampled)])
+
+    def ece(self, *, sampled: bool | None = None) -> Float64:
+        """Return the expected calibration error of each position [G] over recent labels; NaN with none.
+
+        Every forecast was made before its label was known. `sampled` None joins both kinds of traffic.
+        """
+        self.flush()
+        windows = self._windows if sampled is None else (self._windows[int(sampled)],)
+        gap = np.abs(sum(w.bin_forecast - w.bin_label for w in windows)).sum(axis=1)
+        weight = np.asarray(sum(w.bin_weight for w in windows)).sum(axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(np.where(weight > 0.0, gap / weight, np.nan))
+
+    @property
+    def num_labels(self) -> int:
+        """Labels learnt from, over all positions."""
+        self.flush()
+        return int(sum(w.count.sum() for w in self._windows))
+
+    def deepest_starved(self) -> int:
+        """Return the deepest position (from 1) that has shown nothing for long, 0 when there is none."""
+        starved = np.flatnonzero(self._silence > _STARVED)
+        return int(starved[-1]) + 1 if len(starved) else 0
+
+    # -- learning ------------------------------------------------------------------------------------------
+
+    def observe(self, logits: Float32, labels: Float64, *, sampled: Bool, usable: Bool) -> None:
+        """Take what a step showed.
+
+        Arguments:
+            logits: [R, G].
+            labels: [R, G] in [0, 1], NaN = unknown.
+            sampled: [R].
+            usable: [R] False = leave this sequence out (altered logits, nothing drafted).
+        """
+        if len(logits) > _ROWS:
+            chosen = (self._first_row + np.arange(_ROWS)) % len(logits)
+            self._first_row = (self._first_row + _ROWS) % len(logits)
+            logits, labels = logits[chosen], labels[chosen]
+            sampled, usable = sampled[chosen], usable[chosen]
+        self._gathered.append((logits, labels, sampled, usable))
+        self._num_gathered += len(logits)
+        if self._num_gathered >= _BATCH_ROWS or len(self._gathered) >= _BATCH_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Learn now from what was gathered; called by itself every few steps."""
+        if not self._gathered:
+            return
+        logits, labels, sampled, usable = (np.concatenate(part) for part in zip(*self._gathered, strict=True))
+        self._num_steps += len(self._gathered)
+        self._silence += len(self._gathered)
+        self._gathered.clear()
+        self._num_gathered = 0
+        known = ~np.isnan(labels)
+        taken = known & np.isfinite(logits) & usable[:, None]
+        self.num_excluded += int(known.sum()) - int(taken.sum())
+        self._silence[taken.any(axis=0)] = 0
+        for mode, window in enumerate(self._windows):
+            mine = taken & (sampled == bool(mode))[:, None]
+            position, row = np.nonzero(mine.T)
+            if not len(position):
+                continue
+            low, high = self._features_at(logits[row, position].astype(np.float64) * self._scale[position])
+            label = labels[row, position]
+            params = self._params[mode][position]
+            score = params[:, 1] * high - params[:, 0] * low + params[:, 2]
+            forecast = 1.0 / (1.0 + np.exp(-score))
+            self.num_drifts += window.push(position, low, high, label, forecast, step=self._num_steps)
+            if window.wants_fit:
+                self._fit(mode, window)
+
+    def _fit(self, mode: int, window: LabelWindow) -> None:
+        """Fit the common map, held to the offline fit, then every position, held to the common map."""
+        common, pooled = self._common[mode], window.pooled()
+        information = _information(*pooled, common)[0]
+        precision = _OFFLINE_LABELS * information + _RIDGE
+        common = _most_likely(*pooled, start=common, prior=_AT_PRIOR, precision=precision)
+        precision = _COMMON_LABELS * information + _RIDGE
+        self._common[mode] = common
+        self._params[mode] = _most_likely(
+            *window.recent(), start=self._params[mode], prior=common, precision=precision
+        )
+
+    def _of_rows(self, sampled: Bool) -> Float64:
+        """Return the parameters of each sequence, [1 or R, G, 3]."""
+        if sampled.all():
+            return np.asarray(self._params[1:])
+        if not sampled.any():
+            return np.asarray(self._params[:1])
+        return np.asarray(self._params[sampled.astype(np.int64)])
+
+    def _features(self, logits: Float32) -> tuple[Float64, Float64]:
+        x = logits.astype(np.float64)
+        x[~np.isfinite(x)] = np.nan
+        return self._features_at(x * self._scale)
+
+    @staticmethod
+    def _features_at(x: Float64) -> tuple[Float64, Float64]:
+        """Return softplus(-x) and softplus(x)."""
+        x = np.minimum(np.maximum(x, -_FARTHEST), _FARTHEST)
+        high = np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x)))
+        return high - x, high
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state(self, *, made_for: str = "") -> dict[str, Any]:
+        """Return all that was learnt, as JSON values.
+
+        Arguments:
+            made_for: hash of the drafter whose confidences these are.
+        """
+        self.flush()
+        return {
+            "format_version": FORMAT_VERSION,
+            "made_for": made_for,
+            "block_size": self.block_size,
+            "temperatures": self.temperatures.tolist(),
+            "num_drifts": self.num_drifts,
+            "common": self._common[:, 0].tolist(),
+            "modes": {
+                name: {"parameters": self._params[mode].tolist(), "window": self._windows[mode].state()}
+                for mode, name in enumerate(_MODES)
+            },
+        }
+
+    @classmethod
+    def restore(cls, state: object, *, block_size: int, made_for: str = "") -> OnlineCalibrator:
+        """Return a calibrator with the state that `state` gave.
+
+        Raises:
+            ConfigError: another format version, block size or drafter (naming both), or values out of range.
+        """
+        if not isinstance(state, dict):
+            raise ConfigError(f"calibration state: got {type(state).__name__}, allowed is an object")
+        for name, expected in (
+            ("format_version", FORMAT_VERSION),
+            ("made_for", made_for),
+            ("block_size", block_size),
+        ):
+            if state.get(name) != expected:
+                raise ConfigError(
+                    f"calibration state: {name} is {state.get(name)!r} there and {expected!r} here"
+                )
+        try:
+            calibrator = cls(block_size=block_size, temperatures=state["temperatures"])
+            calibrator.num_drifts = int(state["num_drifts"])
+            calibrator._common[:, 0] = _finite_slopes("common", state["common"], (len(_MODES), 3))
+            for mode, name in enumerate(_MODES):
+                saved = state["modes"][name]
+                calibrator._params[mode] = _finite_slopes(name, saved["parameters"], (block_size, 3))
+                calibrator._windows[mode].restore(saved["window"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"calibration state: {error!r}") from error
+        return calibrator
+
+
+def _finite_slopes(name: str, values: object, shape: tuple[int, int]) -> Float64:
+    params = np.asarray(values, np.float64)
+    if params.shape != shape or not np.all(np.isfinite(params)) or np.any(params[:, :2] <= 0.0):
+        raise ConfigError(f"calibration state: {name}: allowed are {shape} finite numbers, slopes above 0")
+    return params
+
+
+def _information(low: Float64, high: Float64, _: Float64, weight: Float64, params: Float64) -> Float64:
+    """Return what one label tells of a, b, d on average [G, 3, 3]."""
+    score = params[:, 1:2] * high - params[:, 0:1] * low + params[:, 2:3]
+    forecast = 1.0 / (1.0 + np.exp(-score))
+    hessian = _hessian(low, high, weight * forecast * (1.0 - forecast))
+    return np.asarray(hessian / np.maximum(weight.sum(axis=1), 1.0)[:, None, None])
+
+
+def _hessian(low: Float64, high: Float64, curve: Float64) -> Float64:
+    low_c, high_c = curve * low, curve * high
+    hessian = np.empty((len(low), 3, 3))
+    hessian[:, 0, 0] = (low_c * low).sum(1)
+    hessian[:, 0, 1] = hessian[:, 1, 0] = -(low_c * high).sum(1)
+    hessian[:, 0, 2] = hessian[:, 2, 0] = -low_c.sum(1)
+    hessian[:, 1, 1] = (high_c * high).sum(1)
+    hessian[:, 1, 2] = hessian[:, 2, 1] = high_c.sum(1)
+    hessian[:, 2, 2] = curve.sum(1)
+    return hessian
+
+
+def _most_likely(
+    low: Float64,
+    high: Float64,
+    label: Float64,
+    weight: Float64,
+    *,
+    start: Float64,
+    prior: Float64,
+    precision: Float64,
+) -> Float64:
+    """Return a, b, d [G, 3] of the highest posterior, by a few damped Newton steps from `start`.
+
+    Arguments:
+        low, high, label, weight: [G, w] labels of each position.
+        start: [G, 3].
+        prior: [3] or [G, 3] centre of the Gaussian prior.
+        precision: [3, 3] of that prior.
+    """
+    params = start
+    for _ in range(3):
+        score = params[:, 1:2] * high - params[:, 0:1] * low + params[:, 2:3]
+        forecast = 1.0 / (1.0 + np.exp(-score))
+        miss = weight * (label - forecast)
+        curve = weight * np.maximum(forecast * (1.0 - forecast), 1e-4)
+        gradient = np.stack([-(miss * low).sum(1), (miss * high).sum(1), miss.sum(1)], axis=1)
+        gradient -= (params - prior) @ precision
+        hessian = _hessian(low, high, curve)
+        step = np.linalg.solve(hessian + precision, gradient[:, :, None])[:, :, 0]
+        largest = np.abs(step).max(axis=1, keepdims=True)
+        step *= np.minimum(1.0, _LONGEST_STEP / np.maximum(largest, 1e-12))
+        params = params + step
+        params[:, :2] = np.maximum(params[:, :2], _LOWEST_SLOPE)
+        if float(largest.max()) < 0.02:
+            break
+    return params

@@ -1,0 +1,205 @@
+"""Cost curves: what is refused, what a curve says, and how served steps correct it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dspark.errors import ConfigError
+from dspark.scheduling.cost_model import CapacityFile, CostCurve, CostModel, Fingerprint
+from dspark.scheduling.interface import StepObservation
+
+CURVE = CostCurve(
+    target_tokens=(1, 8, 64, 65, 256),
+    verify_s=(0.010, 0.014, 0.030, 0.040, 0.100),
+    num_blocks=(1, 64),
+    draft_s=(0.003, 0.020),
+)
+HERE = Fingerprint(
+    machine="cpu a", executor="native", dtype="int8", num_threads=2, target_hash="t1", drafter="d1"
+)
+
+
+def step(
+    *, target_tokens: int, verify_s: float, num_blocks: int = 0, draft_s: float = 0.0, context_tokens: int = 0
+) -> StepObservation:
+    one = np.zeros(1, np.int32)
+    return StepObservation(
+        sequence_ids=np.zeros(1, np.int64),
+        num_drafts=one,
+        verify_len=one,
+        accepted=one,
+        sampled=np.zeros(1, np.bool_),
+        altered=np.zeros(1, np.bool_),
+        target_tokens=target_tokens,
+        verify_s=verify_s,
+        num_blocks=num_blocks,
+        draft_s=draft_s,
+        context_tokens=context_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("target_tokens", (), "verify_s: got 5 values"),
+        ("target_tokens", (1, 8, 8, 65, 256), "allowed are ascending sizes"),
+        ("target_tokens", (0, 8, 64, 65, 256), "whole numbers >= 1"),
+        ("verify_s", (0.01, -0.014, 0.03, 0.04, 0.1), "verify_s: got -0.014 at 8"),
+        ("verify_s", (0.01, float("nan"), 0.03, 0.04, 0.1), "verify_s: got nan at 8"),
+        ("verify_s", (0.01, 0.014, 0.03, 0.04, float("inf")), "verify_s: got inf at 256"),
+        ("draft_s", (0.003, 0.0), "draft_s: got 0.0 at 64"),
+        ("row_context_s", -1e-9, "row_context_s: got -1e-09"),
+        ("context_s", float("nan"), "context_s: got nan"),
+    ],
+)
+def test_what_cannot_be_a_curve_is_refused_by_name_and_value(field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(CURVE, **{field: value})
+
+
+def test_an_empty_a_single_and_a_flat_curve_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got an empty curve"):
+        CostCurve(target_tokens=(), verify_s=())
+    with pytest.raises(ConfigError, match="got one size"):
+        CostCurve(target_tokens=(4,), verify_s=(0.1,)).check_measured()
+    with pytest.raises(ConfigError, match="got a flat curve"):
+        CostCurve(target_tokens=(1, 64), verify_s=(0.1, 0.101)).check_measured()
+
+
+def test_a_capacity_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "capacity.json"
+    CapacityFile(fingerprint=HERE, curve=CURVE).save(path)
+    loaded = CapacityFile.load(path)
+    assert loaded == CapacityFile(fingerprint=HERE, curve=CURVE)
+    loaded.check_fingerprint(HERE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("machine", "cpu b"),
+        ("executor", "torch"),
+        ("dtype", "float32"),
+        ("num_threads", 4),
+        ("target_hash", "t2"),
+        ("drafter", "d2"),
+    ],
+)
+def test_a_curve_of_another_set_up_is_refused_naming_both(field: str, value: object) -> None:
+    other = replace(HERE, **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        CapacityFile(fingerprint=other, curve=CURVE).check_fingerprint(HERE)
+    message = str(error.value)
+    assert f"{field} is {value!r} in the file and {getattr(HERE, field)!r} here" in message
+    assert message.count(" is ") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format_version is 2, allowed is 1"),
+        ({"curve": None}, "curve: got None"),
+        ({"curve": {**asdict(CURVE), "magic": 1}}, "curve: unknown field 'magic'"),
+        ({"curve": {**asdict(CURVE), "verify_s": [0.01] * 5}}, "flat curve"),
+        ({"curve": {"target_tokens": [1, 2]}}, "verify_s"),
+        ({"fingerprint": {"machine": "a"}}, "executor"),
+    ],
+)
+def test_a_broken_capacity_file_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "capacity.json"
+    whole = {"format_version": 1, "fingerprint": asdict(HERE), "curve": asdict(CURVE)}
+    path.write_text(json.dumps({**whole, **change}))
+    with pytest.raises(ConfigError, match=message) as error:
+        CapacityFile.load(path)
+    assert str(path) in str(error.value)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not a capacity file"):
+        CapacityFile.load(path)
+
+
+def test_the_curve_is_linear_between_points_and_keeps_its_cliffs() -> None:
+    model = CostModel(CURVE)
+    seconds = model.verify_s(1, 256)
+    assert seconds[[0, 7, 63, 64, 255]] == pytest.approx(CURVE.verify_s)
+    assert seconds[35] == pytest.approx(0.022)  # half way from 8 to 64
+    assert seconds[64] - seconds[63] == pytest.approx(0.010)
+    assert model.steps_per_second(8) == pytest.approx(1 / 0.014)
+    assert model.draft_s(1) == pytest.approx(0.003) and model.draft_s(64) == pytest.approx(0.020)
+    assert model.draft_s(0) == 0.0
+
+
+def test_beyond_the_last_size_the_mean_slope_goes_on() -> None:
+    model = CostModel(CURVE)
+    assert model.verify_s(511, 1)[0] == pytest.approx(0.100 + 255 * 0.09 / 255)
+
+
+def test_context_is_charged_by_row_and_by_cached_token() -> None:
+    model = CostModel(replace(CURVE, row_context_s=1e-6, context_s=1e-7))
+    extra = model.verify_s(8, 2, num_sequences=4, context_tokens=4000) - model.verify_s(8, 2)
+    assert extra == pytest.approx([8 * 1000 * 1e-6 + 4e-4, 9 * 1000 * 1e-6 + 4e-4])
+
+
+def test_a_machine_that_became_slower_is_followed() -> None:
+    model = CostModel(CURVE)
+    truth = CostModel(CURVE)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        rows = int(rng.integers(1, 200))
+        seconds = 1.5 * float(truth.verify_s(rows, 1)[0]) * float(np.exp(0.03 * rng.normal()))
+        model.observe(step(target_tokens=rows, verify_s=seconds))
+    assert model.verify_s(1, 200) == pytest.approx(1.5 * truth.verify_s(1, 200), rel=0.08)
+    assert model.error < 0.05
+
+
+def test_a_shifting_load_is_predicted_within_ten_percent() -> None:
+    """A curve that is wrong in shape, noise of 5 %, one step in twenty three times as slow."""
+    model = CostModel(replace(CURVE, verify_s=(0.012, 0.013, 0.020, 0.050, 0.080)))
+    truth = CostModel(CURVE)
+    rng = np.random.default_rng(1)
+    for t in range(2000):
+        rows = int(np.clip(100 + 90 * np.sin(t / 150) + rng.normal(0, 8), 1, 256))
+        seconds = float(truth.verify_s(rows, 1)[0]) * float(np.exp(0.05 * rng.normal()))
+        model.observe(step(target_tokens=rows, verify_s=3 * seconds if t % 20 == 7 else seconds))
+    assert model.error < 0.10
+
+
+def test_single_slow_steps_hardly_move_the_curve() -> None:
+    model = CostModel(CURVE)
+    for _ in range(50):
+        model.observe(step(target_tokens=8, verify_s=0.014))
+    model.observe(step(target_tokens=8, verify_s=14.0))
+    assert model.verify_s(8, 1)[0] == pytest.approx(0.014, rel=0.03)
+
+
+def test_times_that_make_no_sense_are_ignored() -> None:
+    model = CostModel(CURVE)
+    before = model.verify_s(1, 64).copy()
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        model.observe(step(target_tokens=8, verify_s=bad, num_blocks=2, draft_s=bad))
+    assert np.array_equal(model.verify_s(1, 64), before)
+    assert model.error == 0.0
+
+
+def test_without_a_curve_costs_are_learnt_from_served_steps() -> None:
+    model = CostModel()
+    assert not model.measured
+    assert model.draft_s(4) == 0.0
+    rng = np.random.default_rng(2)
+    for _ in range(400):
+        rows = int(rng.choice([1, 2, 4, 8]))
+        seconds = (0.010 + 0.0008 * (rows - 1)) * float(np.exp(0.05 * rng.normal()))
+        model.observe(step(target_tokens=rows, verify_s=seconds, num_blocks=1, draft_s=0.004))
+    assert model.measured
+    assert model.verify_s(1, 8)[[0, 1, 3, 7]] == pytest.approx([0.010, 0.0108, 0.0124, 0.0156], rel=0.06)
+    assert model.draft_s(1) == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_slow_first_step_does_not_stick() -> None:
+    model = CostModel()
+    for seconds in (0.5, 0.010, 0.010, 0.010):
+        model.observe(step(target_tokens=1, verify_s=seconds))
+    assert model.verify_s(1, 1)[0] == pytest.approx(0.010, rel=0.05)
