@@ -29,6 +29,7 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 NUM_BINS = 15
+TOLERANCE = 2e-4  # ECE differences below this are noise
 DEFAULT_GRID: Float64 = np.exp(np.linspace(np.log(0.25), np.log(4.0), 161))  # temperatures tried
 
 
@@ -133,8 +134,9 @@ def fit_sts(
 ) -> StsFit:
     """Fit one temperature per position, left to right.
 
-    T_k minimises the ECE of the cumulative product with T_1..T_{k-1} frozen; among equals the one nearest to
-    1 wins. Dividing by a positive number keeps the order of the confidences of a position.
+    T_k minimises the ECE of the cumulative product with T_1..T_{k-1} frozen; among equals (up to
+    `TOLERANCE`) the one nearest to 1 wins. Dividing by a positive number keeps the order of the
+    confidences of a position.
 
     Arguments:
         logits: [N, G] confidence logits.
@@ -167,7 +169,7 @@ def fit_sts(
     for k in range(num_positions):
         at = seen[:, k]
         errors = [ece(prefix[at] * _sigmoid(z[at, k] / t), y[at, k]) for t in tried]
-        best = int(np.argmin(errors))
+        best = int(np.flatnonzero(np.array(errors) <= min(errors) + TOLERANCE)[0])
         temperatures[k] = tried[best]
         before[k] = ece(raw[at, k], y[at, k])
         after[k] = errors[best]

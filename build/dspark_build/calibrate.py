@@ -1,0 +1,162 @@
+"""`dspark-build calibrate`: sequential temperature scaling on prompts that training never saw."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from dspark.calibration.sts import StsFit, fit_sts, survival_labels
+from dspark.errors import CheckpointError, ConfigError
+from dspark.models.loading import load_target
+
+from dspark_build.answers import AnswerShard, shard_path
+from dspark_build.block_records import Asked, BlockRecords, decode
+from dspark_build.files import write_text
+from dspark_build.manifest import load_manifest
+from dspark_build.progress import say
+from dspark_build.prompt_files import read_prompts
+from dspark_build.training_data import HELD_OUT_EVERY, parse_temperatures, tokenize_prompts
+
+__all__ = ["add_calibrate_arguments", "fit_records", "load_temperatures", "run_calibrate"]
+
+Array = npt.NDArray[np.float64]
+
+FORMAT_VERSION = 1
+
+
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder, .gguf file or hub name")
+    parser.add_argument("--drafter", required=True, type=Path, help="drafter folder with a confidence head")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, help="data folder whose held-out prompts are decoded")
+    source.add_argument("--prompts", type=Path, nargs="+", help='JSONL files with "turns"')
+    parser.add_argument("--limit", type=int, default=200, help="prompts (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=192, help="of an answer (default %(default)s)")
+    parser.add_argument(
+        "--temperatures", default="0,0.7,1.0", help="each prompt is decoded at each (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="default: calibration.json in the drafter folder")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="prompts decoded together (default %(default)s)"
+    )
+    parser.add_argument("--executor", choices=("auto", "native", "torch"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="0 = one per core")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Decode at full block, fit, write calibration.json.
+
+    Raises:
+        ConfigError: no confidence head, or too few blocks to fit.
+    """
+    checkpoint = load_target(args.target)
+    temperatures = parse_temperatures("--temperatures", args.temperatures)
+    if args.data is not None:
+        prompts = _held_out_prompts(args.data, checkpoint.config.model_hash)[: args.limit]
+    else:
+        prompts = tokenize_prompts(checkpoint, read_prompts(args.prompts, limit=args.limit))
+    asked = [
+        Asked(prompt_ids=ids, source=f"{t:g}", temperature=t, seed=args.seed * 1_000_003 + i)
+        for i, ids in enumerate(prompts)
+        for t in temperatures
+    ]
+    run = decode(
+        asked,
+        target=args.target,
+        drafter=str(args.drafter),
+        max_tokens=args.max_tokens,
+        batch=args.batch,
+        threads=args.threads,
+        executor=args.executor,
+        tell=say,
+    )
+    fit = fit_records(run.records)
+    out = args.out or args.drafter / "calibration.json"
+    content = {
+        "format_version": FORMAT_VERSION,
+        "target_hash": checkpoint.config.model_hash,
+        "drafter_hash": drafter_hash(args.drafter),
+        "block_size": run.records.block_size,
+        "sts_temperatures": fit.temperatures.tolist(),
+        "ece_before": fit.ece_before.tolist(),
+        "ece_after": fit.ece_after.tolist(),
+        "num_samples": fit.num_samples.tolist(),
+        "sampling_temperatures": list(temperatures),
+        "num_prompts": len(prompts),
+    }
+    write_text(out, json.dumps(content, indent=2) + "\n")
+    for k, (t, before, after) in enumerate(
+        zip(fit.temperatures, fit.ece_before, fit.ece_after, strict=True), 1
+    ):
+        say(f"position {k}: temperature {t:.3f}, ECE of the survival {before:.2%} -> {after:.2%}")
+    say(f"calibrate: {len(run.records)} blocks, accepted length {run.records.accepted_len:.2f}; wrote {out}")
+    return 0
+
+
+def fit_records(records: BlockRecords, *, min_blocks: int = 200) -> StsFit:
+    """Fit temperatures to decoded blocks.
+
+    Raises:
+        ConfigError: no confidences, or fewer than `min_blocks` blocks.
+    """
+    if len(records) < min_blocks:
+        raise ConfigError(
+            f"calibrate: {len(records)} full blocks, needed are {min_blocks}: give more or longer prompts"
+        )
+    if records.confidence_logits is None:
+        raise ConfigError("calibrate: the drafter has no confidence head, there is nothing to calibrate")
+    labels, known = survival_labels(records.accepted, records.verify_len, records.block_size)
+    return fit_sts(records.confidence_logits, labels, known)
+
+
+def load_temperatures(path: Path, *, block_size: int) -> Array:
+    """Read the temperatures [G] of a calibration file; `temperatures` is read like `sts_temperatures`.
+
+    Raises:
+        CheckpointError: no such file, no temperatures, or not as many as the block has positions.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    values = raw.get("sts_temperatures", raw.get("temperatures")) if isinstance(raw, dict) else None
+    if (
+        not isinstance(values, list)
+        or len(values) != block_size
+        or not all(isinstance(v, int | float) and v > 0 for v in values)
+    ):
+        raise CheckpointError(
+            f"{path}: sts_temperatures must be {block_size} positive numbers, got {values!r}"
+        )
+    return np.asarray(values, np.float64)
+
+
+def drafter_hash(folder: Path) -> str:
+    """Return a digest over a drafter's configuration and weights."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "model.safetensors"):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _held_out_prompts(folder: Path, target_hash: str) -> list[tuple[int, ...]]:
+    manifest = load_manifest(folder)
+    if manifest.target_hash != target_hash:
+        raise CheckpointError(
+            f"{folder}: was made for target {manifest.target_hash}, this target is {target_hash}"
+        )
+    found: dict[int, tuple[int, ...]] = {}
+    for index in range(manifest.num_shards):
+        if not shard_path(folder, index).exists():
+            continue
+        shard = AnswerShard.load(shard_path(folder, index))
+        for i in np.flatnonzero(shard.prompt_id % HELD_OUT_EVERY == 0):
+            found[int(shard.prompt_id[i])] = tuple(shard.sequence(i)[: shard.prompt_len[i]].tolist())
+    if not found:
+        raise ConfigError(f"data: {folder} has no held-out prompts yet; make more answers or give --prompts")
+    return [found[key] for key in sorted(found)]

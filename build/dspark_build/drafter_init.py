@@ -1,0 +1,164 @@
+"""What a drafter starts from: the target's layers, an earlier drafter, or chance; and which tokens it may
+draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint
+from dspark.errors import ConfigError
+from dspark.models.config import DrafterConfig, TargetConfig
+from dspark.models.loading import TargetCheckpoint
+from torch import Tensor
+
+from dspark_build.training_model import DrafterModel
+
+__all__ = ["choose_draft_vocab", "export_drafter", "initialise"]
+
+Int32 = npt.NDArray[np.int32]
+
+
+def choose_draft_vocab(counts: npt.NDArray[np.int64], *, size: int, required: tuple[int, ...]) -> Int32:
+    """Return the `size` most frequent tokens, ascending; `required` ones are always among them.
+
+    Among equals the lower id wins: byte-pair vocabularies list frequent pieces first.
+
+    Raises:
+        ConfigError: the size is not in [1, V].
+    """
+    if not 1 <= size <= len(counts):
+        raise ConfigError(f"--draft-vocab: got {size}, allowed is 1 to {len(counts)}")
+    weighted = counts.copy()
+    weighted[list(required)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-weighted, kind="stable")[:size]).astype(np.int32)
+
+
+def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, seed: int) -> None:
+    """Set every parameter.
+
+    Arguments:
+        init: `random`; `layers:A,B,...` (one target layer for each drafter layer); or a drafter folder of
+            the same shape.
+
+    Raises:
+        ConfigError: layers that are too few, too many or out of range; a drafter of another shape.
+    """
+    weights = checkpoint.weights
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif parameter.dim() == 2 and not name.startswith("markov_head.markov_w2"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            else:
+                parameter.zero_()
+        model.norm.weight.copy_(
+            torch.from_numpy(weights.float32("norm.weight"))
+        )  # what the frozen head expects
+        if model.markov_head is not None:
+            _principal_rows(model, model.markov_head.markov_w1.weight)
+        if init == "random":
+            return
+        if init.startswith("layers:"):
+            _copy_layers(model, checkpoint, init)
+        else:
+            _copy_drafter(model, Path(init), checkpoint.config)
+
+
+def export_drafter(
+    folder: Path, model: DrafterModel, parameters: dict[str, Tensor], *, dtype: str = "float16"
+) -> None:
+    """Write the serving checkpoint: the parameters and the draft vocabulary, without embedding and head."""
+    config = model.config
+    reduced = config.draft_vocab_size < config.vocab_size
+    save_drafter_checkpoint(
+        folder,
+        config,
+        {name: value.detach().float().cpu().numpy() for name, value in parameters.items()},
+        draft_to_target=model.frozen.draft_to_target.cpu().numpy().astype(np.int32) if reduced else None,
+        dtype=dtype,  # type: ignore[arg-type]
+    )
+
+
+def _principal_rows(model: DrafterModel, rows: Tensor) -> None:
+    """Start W1 as the embedding's leading principal components at unit size: like tokens, like rows."""
+    embedding = model.frozen.embedding[model.frozen.draft_to_target].float()
+    centred = embedding - embedding.mean(0)
+    rank = rows.shape[1]
+    values, vectors = torch.linalg.eigh(centred.T @ centred)
+    leading = vectors[:, values.argsort(descending=True)[:rank]]
+    projected = centred @ leading
+    projected = projected / projected.pow(2).mean().sqrt().clamp(min=1e-6)
+    rows.zero_()
+    rows[: projected.shape[0], : projected.shape[1]] = projected
+
+
+def _copy_layers(model: DrafterModel, checkpoint: TargetCheckpoint, init: str) -> None:
+    config = checkpoint.config.decoder
+    try:
+        ids = [int(part) for part in init.removeprefix("layers:").split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--init: got {init!r}, allowed is layers:A,B with one target layer each"
+        ) from error
+    own = model.config.decoder
+    if len(ids) != own.num_layers or not all(0 <= i < config.num_layers for i in ids):
+        raise ConfigError(
+            f"--init: got {init!r}, allowed are {own.num_layers} target layers from "
+            f"0 to {config.num_layers - 1}"
+        )
+    if own.intermediate_size != config.intermediate_size:
+        raise ConfigError(
+            f"--init: {init} needs the target's intermediate size {config.intermediate_size}, got "
+            f"{own.intermediate_size}"
+        )
+    for layer, source in zip(model.layers, ids, strict=True):
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.from_numpy(checkpoint.weights.float32(f"layers.{source}.{name}")))
+    # Context enters K and V as the layer's normalised input would: start from the mean of the features.
+    d = own.hidden_size
+    m = len(model.config.target_layer_ids)
+    model.fc.weight.copy_(
+        torch.eye(d).repeat(1, m) / m + 0.002 * torch.randn(d, m * d, generator=_generator(1))
+    )
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> None:
+    found = load_drafter_checkpoint(folder, target=target)
+    comparable = replace(found.config, target_hash=model.config.target_hash, sliding_windows=())
+    if comparable != replace(model.config, sliding_windows=()):
+        raise ConfigError(f"--init: {folder} is {_shape(found.config)}, this run is {_shape(model.config)}")
+    mapping = found.draft_to_target
+    if mapping is not None and not np.array_equal(mapping, model.frozen.draft_to_target.cpu().numpy()):
+        raise ConfigError(
+            f"--init: {folder} has another draft vocabulary; take it over with --vocab-from {folder}"
+        )
+    for name, parameter in model.named_parameters():
+        value = torch.from_numpy(found.weights.float32(name))
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"--init: {folder} has {name} {list(value.shape)}, this run {list(parameter.shape)}"
+            )
+        parameter.copy_(value)
+
+
+def _shape(config: DrafterConfig) -> str:
+    decoder = config.decoder
+    return (
+        f"{decoder.num_layers} layers of "
+        f"{decoder.hidden_size}/{decoder.intermediate_size}, block {config.block_size}, "
+        f"features {list(config.target_layer_ids)}, head "
+        f"{config.markov_head_type} rank {config.markov_rank}, "
+        f"vocabulary {config.draft_vocab_size}, confidence "
+        f"{config.enable_confidence_head}, mask {config.mask_token_id}"
+    )
