@@ -43,11 +43,16 @@ void pack_row(Matrix& m, const float* from, int64_t at) {
     }
   } else {
     float top = 0.0f;
-    for (int k = 0; k < m.k; ++k) top = std::fmax(top, std::fabs(from[k]));
-    const float scale = top / 127.0f, inverse = top > 0.0f ? 127.0f / top : 0.0f;
-    m.scales[at] = scale;
+    bool finite = true;
+    for (int k = 0; k < m.k; ++k) {
+      top = std::fmax(top, std::fabs(from[k]));
+      finite = finite && std::isfinite(from[k]);
+    }
+    // A row that holds NaN or infinity is NaN as a whole.
+    m.scales[at] = finite ? top / 127.0f : NAN;
+    const float inverse = finite && top > 0.0f ? 127.0f / top : 0.0f;
     for (int k = 0; k < m.k_pad; ++k) {
-      const int q = k < m.k ? static_cast<int>(std::nearbyintf(from[k] * inverse)) : 0;
+      const int q = finite && k < m.k ? static_cast<int>(std::nearbyintf(from[k] * inverse)) : 0;
       lane[static_cast<int64_t>(k / 4) * kStepBytes + k % 4] = static_cast<uint8_t>(q + 128);
     }
   }

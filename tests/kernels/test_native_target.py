@@ -1,0 +1,388 @@
+"""The native target: right numbers, and the same bits whatever else is in the pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
+from dspark.executors.interface import StepBatch, TargetOutput
+from dspark.executors.native_target import NativeTarget
+from dspark.models.config import RopeConfig, TargetConfig
+from dspark_plugins.native import isa, native_available, native_unavailable_reason
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.native_batches import Row, Sequence, one_sequence, reference_logits, step_batch
+from support.tiny_models import DictWeights, random_weights, tiny_config
+
+pytestmark = pytest.mark.skipif(
+    not native_available(), reason=f"no native code: {native_unavailable_reason()}"
+)
+
+DTYPES = ("float32", "bfloat16", "int8")
+ISAS = ("avx512", "avx2", "portable")
+# Odd sizes on purpose: widths that fill no panel, heads below and above a vector, groups of 1 to 5 heads.
+MODELS: dict[str, TargetConfig] = {
+    "small": tiny_config(max_context_len=2048),
+    "qwen": tiny_config(
+        architecture="qwen3",
+        vocab_size=77,
+        hidden_size=72,
+        intermediate_size=100,
+        num_layers=2,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=24,
+        tie=True,
+    ),
+    "wide": tiny_config(
+        vocab_size=130,
+        hidden_size=192,
+        intermediate_size=320,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        tie=True,
+        rope=RopeConfig(theta=5000.0),
+    ),
+}
+NUM_SLOTS = 2048
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    before = os.environ.get("DSPARK_NATIVE_ISA")
+    os.environ["DSPARK_NATIVE_ISA"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DSPARK_NATIVE_ISA"]
+        else:
+            os.environ["DSPARK_NATIVE_ISA"] = before
+
+
+@functools.cache
+def machine_isas() -> tuple[str, ...]:
+    """Return the variants this processor runs."""
+    have = []
+    for name in ISAS:
+        with forced_isa(name):
+            if isa() == name:
+                have.append(name)
+    return tuple(have)
+
+
+@functools.cache
+def weights_of(model: str) -> dict[str, npt.NDArray[np.float32]]:
+    return random_weights(MODELS[model], seed=len(model))
+
+
+@functools.cache
+def target(model: str, dtype: str, variant: str, threads: int, layers: tuple[int, ...] = ()) -> NativeTarget:
+    if variant not in machine_isas():
+        pytest.skip(f"this processor has no {variant}")
+    with forced_isa(variant):
+        return NativeTarget(
+            MODELS[model],
+            DictWeights(weights_of(model)),
+            dtype=dtype,
+            feature_layer_ids=layers,
+            num_threads=threads,
+        )
+
+
+def run_whole(which: NativeTarget, token_ids: list[int]) -> TargetOutput:
+    which.allocate_cache(num_pages=NUM_SLOTS // 16, page_size=16)
+    return which.forward(one_sequence(token_ids, page_size=16))
+
+
+def tokens_of(model: str, count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, MODELS[model].vocab_size, count).tolist()
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_logits_and_features_equal_a_float64_reference(model: str, variant: str) -> None:
+    layers = (-1, 0, MODELS[model].decoder.num_layers - 1)
+    which = target(model, "float32", variant, 1, layers)
+    token_ids = tokens_of(model, 60)
+    logits, residuals = reference_logits(MODELS[model], weights_of(model), token_ids)
+    output = run_whole(which, token_ids)
+    assert np.abs(output.logits - logits).max() < 1e-4
+    assert output.features is not None
+    wanted = np.concatenate([residuals[layer + 1] for layer in layers], axis=1)
+    assert np.abs(output.features - wanted).max() < 1e-4
+    assert output.finite.all()
+    np.testing.assert_array_equal(output.argmax, output.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.03), ("int8", 0.1)])
+def test_short_types_stay_near_the_reference(dtype: str, allowed: float, variant: str) -> None:
+    token_ids = tokens_of("wide", 40)
+    logits, _ = reference_logits(MODELS["wide"], weights_of("wide"), token_ids)
+    output = run_whole(target("wide", dtype, variant, 1), token_ids)
+    error = np.sqrt(((output.logits - logits) ** 2).mean() / (logits**2).mean())
+    assert error < allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_context_of_many_chunks_equals_the_reference_and_decodes_to_the_same_bits(dtype: str) -> None:
+    which = target("small", dtype, machine_isas()[0], 2)
+    token_ids = tokens_of("small", 700)
+    whole = run_whole(which, token_ids)
+    if dtype == "float32":
+        logits, _ = reference_logits(MODELS["small"], weights_of("small"), token_ids)
+        assert np.abs(whole.logits - logits).max() < 2e-4
+    sequence = Sequence(pages=list(range(44)), cached=token_ids[:699])
+    alone = which.forward(step_batch([(sequence, token_ids[699:])], page_size=16))
+    np.testing.assert_array_equal(alone.logits[0], whole.logits[699])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, list[int], list[int], int]:
+    """Page size, lengths of the sequences, rows each takes in turn, and a seed for the page order."""
+    page_size = draw(st.sampled_from([1, 3, 8, 16, 32]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    chunks = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    return page_size, lengths, chunks, draw(st.integers(0, 2**32 - 1))
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=12, deadline=None)
+@given(plan=plans(), model=st.sampled_from(sorted(MODELS)))
+def test_chunks_neighbours_pages_and_threads_change_no_bit(
+    dtype: str, variant: str, plan: tuple[int, list[int], list[int], int], model: str
+) -> None:
+    page_size, lengths, chunks, seed = plan
+    rng = np.random.default_rng(seed)
+    texts = [tokens_of(model, length, seed + i) for i, length in enumerate(lengths)]
+    wanted = [run_whole(target(model, dtype, variant, 1), text).logits for text in texts]
+    which = target(model, dtype, variant, 2)
+    num_pages = NUM_SLOTS // page_size
+    which.allocate_cache(num_pages=num_pages, page_size=page_size)
+    pages = rng.permutation(num_pages).tolist()
+    sequences = [Sequence(pages=[pages.pop() for _ in range(-(-n // page_size))]) for n in lengths]
+    turn = 0
+    while any(len(s.cached) < len(t) for s, t in zip(sequences, texts, strict=True)):
+        parts, owners = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+            at, count = len(sequence.cached), chunks[(turn + index) % len(chunks)]
+            if at < len(text) and (turn + index) % 3 != 2:  # one in three waits
+                parts.append((sequence, text[at : at + count]))
+                owners.append((index, at))
+        turn += 1
+        if not parts:
+            continue
+        output = which.forward(step_batch(parts, page_size=page_size))
+        row = 0
+        for (index, at), (sequence, chunk) in zip(owners, parts, strict=True):
+            got = output.logits[row : row + len(chunk)]
+            np.testing.assert_array_equal(got, wanted[index][at : at + len(chunk)])
+            sequence.cached += chunk
+            row += len(chunk)
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_alone_equals_the_same_row_among_64_sequences(dtype: str, variant: str) -> None:
+    which = target("wide", dtype, variant, 2)
+    which.allocate_cache(num_pages=128, page_size=16)
+    sequences = [Sequence(pages=[2 * i, 2 * i + 1]) for i in range(64)]
+    texts = [tokens_of("wide", 6 + i % 17, i) for i in range(64)]
+    which.forward(step_batch([(s, t[:-1]) for s, t in zip(sequences, texts, strict=True)], page_size=16))
+    for sequence, text in zip(sequences, texts, strict=True):
+        sequence.cached = text[:-1]
+    last = [(s, t[-1:]) for s, t in zip(sequences, texts, strict=True)]
+    together = which.forward(step_batch(last, page_size=16))
+    for index in (0, 1, 31, 63):
+        alone = which.forward(step_batch([last[index]], page_size=16))
+        np.testing.assert_array_equal(alone.logits[0], together.logits[index])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """Length of the context and the parent of every row (-1 = the context)."""
+    count = draw(st.integers(1, 40))
+    return draw(st.integers(0, 30)), [draw(st.integers(-1, i - 1)) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15, deadline=None)
+@given(tree=trees(), seed=st.integers(0, 1000))
+def test_a_path_of_a_tree_gives_the_bits_of_the_chain(
+    dtype: str, tree: tuple[int, list[int]], seed: int
+) -> None:
+    context_len, parents = tree
+    context = tokens_of("small", context_len, seed)
+    picked = tokens_of("small", len(parents), seed + 1)
+    rows: list[Row] = []
+    for token, parent in zip(picked, parents, strict=True):
+        seen = () if parent < 0 else (*rows[parent].seen, parent)
+        rows.append(Row(token=token, seen=seen))
+    which = target("small", dtype, machine_isas()[0], 2)
+    which.allocate_cache(num_pages=64, page_size=8)
+    sequence = Sequence(pages=list(range(5, 20)))
+    if context:
+        which.forward(step_batch([(sequence, context)], page_size=8))
+        sequence.cached = context
+    beside = Sequence(pages=[40, 41])
+    output = which.forward(step_batch([(sequence, []), (beside, [1, 2, 3])], page_size=8, trees={0: rows}))
+    for index in {0, len(rows) // 2, len(rows) - 1}:
+        path = [*(rows[i].token for i in rows[index].seen), rows[index].token]
+        chain = run_whole(target("small", dtype, machine_isas()[0], 1), context + path)
+        np.testing.assert_array_equal(output.logits[index], chain.logits[-1])
+    chain = run_whole(target("small", dtype, machine_isas()[0], 1), [1, 2, 3])
+    np.testing.assert_array_equal(output.logits[len(rows) :], chain.logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_poisoned_row_is_reported_and_poisons_no_one_else(dtype: str) -> None:
+    weights = dict(weights_of("small"))
+    weights["embed_tokens.weight"] = weights["embed_tokens.weight"].copy()
+    weights["embed_tokens.weight"][7, 5] = np.nan
+    sick = NativeTarget(MODELS["small"], DictWeights(weights), dtype=dtype, num_threads=2)
+    healthy = target("small", dtype, machine_isas()[0], 2)
+    clean, text = [3, 4, 5, 6], [1, 7, 2]
+    sick.allocate_cache(num_pages=4, page_size=16)
+    parts = [(Sequence(pages=[1]), clean), (Sequence(pages=[2]), text)]
+    output = sick.forward(step_batch(parts, page_size=16))
+    assert output.finite.tolist() == [True] * 5 + [False] * 2
+    wanted = run_whole(healthy, clean).logits
+    np.testing.assert_array_equal(output.logits[:4], wanted)
+    # The pages of the failed sequence, reused, leave no trace of it.
+    again = sick.forward(step_batch([(Sequence(pages=[2]), clean)], page_size=16))
+    np.testing.assert_array_equal(again.logits, wanted)
+
+
+def test_logits_are_made_for_the_rows_asked_for_alone() -> None:
+    which = target("small", "float32", machine_isas()[0], 1)
+    whole = run_whole(which, [5, 6, 7, 8])
+    batch = dataclasses.replace(
+        one_sequence([5, 6, 7, 8], page_size=16), logit_rows=np.array([1, 3], np.int32)
+    )
+    some = which.forward(batch)
+    np.testing.assert_array_equal(some.logits, whole.logits[[1, 3]])
+    none = which.forward(dataclasses.replace(batch, logit_rows=np.empty(0, np.int32)))
+    assert none.logits.shape == (0, 50) and none.argmax.shape == (0,)
+
+
+def test_argmax_takes_the_lowest_id_among_equals() -> None:
+    weights = dict(weights_of("small"))
+    weights["lm_head.weight"] = np.repeat(weights["lm_head.weight"][:1], 50, 0)
+    which = NativeTarget(MODELS["small"], DictWeights(weights), dtype="bfloat16", num_threads=1)
+    assert run_whole(which, [1, 2, 3]).argmax.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_and_head_are_the_weights_themselves_and_held_once_when_tied(dtype: str) -> None:
+    which = target("wide", dtype, machine_isas()[0], 1)
+    embedding, head = which.embedding_and_head()
+    assert embedding is head
+    given_rows = weights_of("wide")["embed_tokens.weight"]
+    step = np.abs(given_rows).max(axis=1, keepdims=True) / 127
+    allowed = {"float32": 0.0, "bfloat16": np.abs(given_rows) / 256, "int8": 0.51 * step}[dtype]
+    assert (np.abs(embedding - given_rows) <= allowed).all()
+    both = target("small", dtype, machine_isas()[0], 1).embedding_and_head()
+    assert both[0] is not both[1]
+
+
+def test_cache_page_bytes_counts_keys_and_values_of_every_layer() -> None:
+    # 2 layers, 2 key heads, 64 dims, keys and values, 16 rows
+    assert target("wide", "float32", machine_isas()[0], 1).cache_page_bytes(16) == 2 * 2 * 64 * 2 * 16 * 4
+    assert target("wide", "bfloat16", machine_isas()[0], 1).cache_page_bytes(16) == 2 * 2 * 64 * 2 * 16 * 2
+
+
+def broken(name: str, value: object) -> StepBatch:
+    good = step_batch([(Sequence(pages=[0, 1], cached=[1] * 16), [5, 6, 7])], page_size=16)
+    return dataclasses.replace(good, **{name: value})
+
+
+def ints(*values: int) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+REFUSED = [
+    ("tokens", ints(5, 6, 50), "tokens: got 5 to 50, allowed is 0 to 49"),
+    ("tokens", ints(5, -1, 7), "tokens: got -1 to 7, allowed is 0 to 49"),
+    ("tokens", ints(5, 6), "positions: got int32 \\[3\\] contiguous, allowed is int32 \\[2\\]"),
+    ("tokens", np.array([5, 6, 7]), "tokens: got int64 \\[3\\]"),
+    ("tokens", ints(5, 0, 6, 0, 7, 0)[::2], "tokens: got int32 \\[3\\] not contiguous"),
+    ("tokens", np.empty(0, np.int32), "tokens: got 0 rows, allowed is 1 to 16384"),
+    ("positions", ints(16, 17, 2048), "positions: got 16 to 2048, allowed is 0 to 2047"),
+    ("slots", ints(16, 17, 64), "slots: got 16 to 64, allowed is 0 to 63"),
+    ("slots", ints(16, 17, 17), "slots: got 3 with 2 different, allowed is each once"),
+    ("query_start", ints(0, 2), "query_start: got \\[0, 2\\], allowed is rising from 0 to 3"),
+    ("query_start", ints(0, 1, 3), "query_start: got int32 \\[3\\] contiguous, allowed is int32 \\[2\\]"),
+    ("context_len", ints(-1), "context_len: got -1, allowed is 0 or more"),
+    ("context_len", ints(33), "context_len: got 33, allowed is at most 2 pages of 16"),
+    ("page_table", ints(4, 1)[None], "page_table: got 4 to 4, allowed is 0 to 3"),
+    ("page_table", ints(-1, 1)[None], "page_table: got -1 to -1, allowed is 0 to 3"),
+    ("page_table", ints(0, 1), "page_table: got int32 \\[2\\] contiguous, allowed is int32 \\[1, 'any'\\]"),
+    ("logit_rows", ints(0, 3), "logit_rows: got 0 to 3, allowed is 0 to 2"),
+    ("logit_rows", ints(1, 1), "logit_rows: got \\[1, 1\\], allowed is ascending"),
+    (
+        "ancestors",
+        ints(1, 3)[:, None],
+        "ancestors: got int32 \\[2, 1\\] contiguous, allowed is int32 \\[3, 'any'\\]",
+    ),
+    ("ancestors", ints(1, 1, 5)[:, None], "ancestors: row 1 got \\[0\\], allowed is itself \\(1\\)"),
+    ("ancestors", ints(1, 7, 5)[:, None], "ancestors: row 1 got \\[0, 1, 2\\], allowed is itself \\(1\\)"),
+    ("ancestors", np.empty((3, 0), np.int32), "ancestors: got 0 words a row, allowed is room for 3 rows"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_a_batch_that_does_not_fit_is_refused_naming_both_values(
+    name: str, value: object, message: str
+) -> None:
+    which = target("small", "float32", machine_isas()[0], 1)
+    which.allocate_cache(num_pages=4, page_size=16)
+    with pytest.raises(EngineError, match=message):
+        which.forward(broken(name, value))
+
+
+def test_more_rows_than_configured_and_a_missing_cache_are_refused() -> None:
+    weights = DictWeights(weights_of("small"))
+    which = NativeTarget(MODELS["small"], weights, dtype="float32", num_threads=1, max_rows=2)
+    with pytest.raises(EngineError, match="allocate the cache first"):
+        which.forward(one_sequence([1, 2], page_size=16))
+    which.allocate_cache(num_pages=1, page_size=16)
+    with pytest.raises(EngineError, match="tokens: got 3 rows, allowed is 1 to 2"):
+        which.forward(one_sequence([1, 2, 3], page_size=16))
+
+
+def test_what_cannot_be_loaded_is_refused_naming_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = MODELS["small"], dict(weights_of("small"))
+    with pytest.raises(
+        ConfigError, match="dtype is 'float16', allowed with the native executor are float32, bf"
+    ):
+        NativeTarget(config, DictWeights(weights), dtype="float16")
+    with pytest.raises(ConfigError, match="feature layer is 3, allowed is -1 to 2"):
+        NativeTarget(config, DictWeights(weights), dtype="float32", feature_layer_ids=(3,))
+    with pytest.raises(ConfigError, match="num_threads is 0, allowed is 1 to 256"):
+        NativeTarget(config, DictWeights(weights), dtype="float32", num_threads=0)
+    weights["layers.1.mlp.up_proj.weight"] = np.zeros((64, 31), np.float32)
+    with pytest.raises(
+        CheckpointError, match="up_proj.weight: got \\[64, 31\\], the configuration says \\[64, 32\\]"
+    ):
+        NativeTarget(config, DictWeights(weights), dtype="float32")
+    odd = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_kv_heads=3))
+    with pytest.raises(ConfigError, match="4 heads, 3 key heads"):
+        NativeTarget(odd, DictWeights(weights), dtype="float32")
+    monkeypatch.setenv("DSPARK_NATIVE_ISA", "neon")
+    with pytest.raises(ConfigError, match="DSPARK_NATIVE_ISA is 'neon', allowed are avx512, avx2, portable"):
+        NativeTarget(config, DictWeights(weights_of("small")), dtype="float32")
+    monkeypatch.delenv("DSPARK_NATIVE_ISA")
+    which = target("small", "float32", machine_isas()[0], 1)
+    with pytest.raises(CapacityError, match="0 pages of 16 tokens"):
+        which.allocate_cache(num_pages=0, page_size=16)
