@@ -27,9 +27,9 @@ from dspark.engine.step_batch import StepRows, build_step_rows
 from dspark.errors import EngineError
 from dspark.executors.interface import Int32, TargetExecutor, TargetOutput
 from dspark.models.tokenizer import Tokenizer
-from dspark.request import Request, RequestOutput, SpecMetrics
+from dspark.request import Request, RequestOutput, SamplingParams, SpecMetrics
 from dspark.sampling.transforms import TokenSampler
-from dspark.sampling.verification import Rule, Verdict, verify_chain
+from dspark.sampling.verification import Verdict, verify_chain
 from dspark.scheduling.scheduler import Scheduler, StepObservation
 from dspark.text.assembler import TextAssembler
 
@@ -143,7 +143,7 @@ class Engine:
                 vocab_size=config.vocab_size,
                 eos_ids=eos_ids,
             ),
-            assembler=TextAssembler.for_tokenizer(self.tokenizer, params.stop_words) if self.tokenizer else None,
+            assembler=self._assembler(params),
             token_ids=list(request.prompt_ids),
             prompt_len=len(request.prompt_ids),
             arrival=self._next_id,
@@ -155,6 +155,11 @@ class Engine:
         self._sequences[sequence.sequence_id] = sequence
         self._batcher.add(sequence)
         return sequence.sequence_id
+
+    def _assembler(self, params: SamplingParams) -> TextAssembler | None:
+        if self.tokenizer is None:
+            return None
+        return TextAssembler.for_tokenizer(self.tokenizer, params.stop_words, min_tokens=params.min_tokens)
 
     def cancel(self, request_id: int) -> None:
         """End a request between two steps; unknown or finished ids are no error."""
@@ -195,7 +200,15 @@ class Engine:
         output = self.target.forward(rows.batch)
         verified = time.perf_counter()
         verdicts = self._commit(plan, block, rows, output)
-        self._learn(plan, block, rows, verdicts, draft_s=drafted - started, verify_s=verified - scheduled)
+        self._learn(
+            plan,
+            block,
+            rows,
+            verdicts,
+            started_s=started,
+            draft_s=drafted - started,
+            verify_s=verified - scheduled,
+        )
         return True
 
     # -- draft ----------------------------------------------------------------------------------------------------
@@ -304,22 +317,16 @@ class Engine:
         if usable == 0:
             raise non_finite_error(len(sequence.token_ids))
         num_drafts = min(num_drafts, usable - 1)
-        drafts = [int(token) for token in block.tokens[index, :num_drafts]] if block is not None else []
-        distributions = block.distributions[index][:num_drafts] if block is not None and block.distributions else None
+        drafts = block.tokens[index, :num_drafts].tolist() if block is not None else []
+        distributions = block.distributions[index] if block is not None and block.distributions else None
         return verify_chain(
             sequence.sampler,
-            logits=output.logits[span],
-            argmax=output.argmax[span],
-            drafts=drafts,
-            distributions=distributions if distributions is not None else (None,) * num_drafts,
+            output.logits[span],
+            output.argmax[span],
+            drafts,
+            distributions,
             position=len(sequence.token_ids),
-            rule=self._rule(sequence),
         )
-
-    def _rule(self, sequence: Sequence) -> Rule:
-        if self.rule != "auto":
-            return Rule(self.rule)
-        return Rule.COUPLED if sequence.request.params.seed is not None else Rule.REJECTION
 
     def _guarded(self, sequence: Sequence, judge: Callable[[], Verdict], now_ns: int) -> Verdict | None:
         """Judge and append; an error in one sequence's own path ends that sequence only."""
@@ -365,6 +372,7 @@ class Engine:
         rows: StepRows,
         verdicts: list[Verdict | None],
         *,
+        started_s: float,
         draft_s: float,
         verify_s: float,
     ) -> None:
@@ -395,11 +403,13 @@ class Engine:
                     altered=np.array(
                         [s.request.params.alters_logits or v is None for s, v in zip(plan.decoding, verdicts, strict=True)]
                     ),
+                    num_blocks=int(np.count_nonzero(block.num_tokens)),
                     target_tokens=len(rows.batch.tokens),
                     context_tokens=int(rows.batch.context_len.sum()),
                     prefill_tokens=plan.num_prefill_tokens,
                     draft_s=draft_s,
                     verify_s=verify_s,
+                    step_s=time.perf_counter() - started_s,
                 )
             )
 

