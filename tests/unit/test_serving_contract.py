@@ -1,0 +1,64 @@
+"""The wire contract's table, its config.pbtxt, and the model folder that goes with it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from dspark.config import load_serve_config
+from dspark.request import SAMPLING_FIELDS
+from dspark.serving.contract import ALIASES, INPUTS, INPUTS_BY_NAME, OUTPUTS, config_pbtxt
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository" / "dspark"
+
+
+def test_committed_config_is_the_generated_one():
+    assert (REPOSITORY / "config.pbtxt").read_text() == config_pbtxt()
+
+
+def test_every_input_is_optional_and_declared_once():
+    names = [spec.name for spec in (*INPUTS, *OUTPUTS)]
+    assert len(names) == len(set(names))
+    inputs_text, outputs_text = config_pbtxt().split("\noutput [\n")
+    for spec in INPUTS:
+        dims = "[ -1 ]" if spec.many else "[ 1 ]"
+        line = f'{{ name: "{spec.name}", data_type: TYPE_{spec.wire_type}, dims: {dims}, optional: true }}'
+        assert line in inputs_text
+    assert "optional" not in outputs_text
+
+
+def test_triton_itself_reads_the_config():
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    config = text_format.Parse(config_pbtxt(), model_config.ModelConfig())
+    assert config.name == "dspark" and config.backend == "python"
+    assert config.model_transaction_policy.decoupled
+    assert config.max_batch_size == 1
+    assert [entry.name for entry in config.input] == [spec.name for spec in INPUTS]
+    assert all(entry.optional for entry in config.input)
+
+
+def test_sampling_parameters_are_all_on_the_wire():
+    not_by_name = {"stop_token_ids", "bad_words_ids"}  # made from end_id and bad_words
+    assert set(INPUTS_BY_NAME) >= SAMPLING_FIELDS - not_by_name
+
+
+def test_aliases_name_declared_inputs_of_the_same_type():
+    for alias, name in ALIASES.items():
+        assert INPUTS_BY_NAME[alias].wire_type == INPUTS_BY_NAME[name].wire_type
+
+
+def test_model_py_is_one_import():
+    code = [
+        line
+        for line in (REPOSITORY / "1" / "model.py").read_text().splitlines()
+        if line.startswith(("from", "import"))
+    ]
+    assert code == ["from dspark.serving.triton_model import TritonPythonModel as TritonPythonModel"]
+
+
+def test_model_yaml_holds_known_settings_and_their_defaults():
+    path = REPOSITORY / "1" / "model.yaml"
+    given = yaml.safe_load(path.read_text())
+    config = load_serve_config(path, environ={})
+    bare = load_serve_config(None, {"target": given["target"]}, environ={})
+    assert config == bare, "model.yaml must say what happens without it, but for the target"

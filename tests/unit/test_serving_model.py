@@ -1,0 +1,186 @@
+"""The Triton model over a fake Python backend and a fake engine."""
+
+import importlib
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+from dspark.errors import CapacityError, ConfigError
+from dspark.serving.contract import OUTPUTS
+from support import fake_pb_utils
+from support.fake_engine import FakeEngine, fake_runtime, perf
+from support.fake_pb_utils import Request
+
+ALL = [spec.name for spec in OUTPUTS]
+
+
+def text(value):
+    return np.array([[value.encode()]], dtype=object)
+
+
+def request(**kwargs):
+    parameters = kwargs.pop("parameters", {})
+    return Request({"text_input": text("hi")}, parameters, outputs=kwargs.pop("outputs", ALL), **kwargs)
+
+
+def until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.001)
+
+
+def finals(asked):
+    return sum(final for _, final in asked.sent)
+
+
+@pytest.fixture
+def triton_model(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_pb_utils)
+    monkeypatch.delitem(sys.modules, "dspark.serving.triton_model", raising=False)
+    module = importlib.import_module("dspark.serving.triton_model")
+    monkeypatch.setattr(module, "watch_parents", lambda _run_dir, **_: None)
+    yield module
+    sys.modules.pop("dspark.serving.triton_model", None)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def model(triton_model, engine, monkeypatch, tmp_path):
+    given = {}
+
+    def load_runtime(config, **_options):
+        given.update(config=config)
+        return fake_runtime(engine)
+
+    monkeypatch.setattr(triton_model, "load_runtime", load_runtime)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.yaml").write_text("target: from-file\nmax_batch_size: 3\n")
+    model = triton_model.TritonPythonModel()
+    model.initialize(arguments(tmp_path, {"max_batch_size": "5"}))
+    model.given = given
+    yield model
+    model.finalize()
+
+
+def arguments(path, parameters=None):
+    config = {"parameters": {name: {"string_value": value} for name, value in (parameters or {}).items()}}
+    return {"model_config": json.dumps(config), "model_repository": str(path), "model_version": "1"}
+
+
+def test_settings_come_from_model_yaml_then_config_pbtxt(model):
+    assert model.given["config"].target == "from-file"
+    assert model.given["config"].max_batch_size == 5
+
+
+def test_a_model_that_cannot_load_says_why(triton_model, tmp_path, monkeypatch):
+    def load_runtime(_config, **_options):
+        raise ConfigError("target: no such file")
+
+    monkeypatch.setattr(triton_model, "load_runtime", load_runtime)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.yaml").write_text("target: x\n")
+    broken = triton_model.TritonPythonModel()
+    with pytest.raises(fake_pb_utils.TritonModelException, match=r"\[INVALID_ARG\] target: no such file"):
+        broken.initialize(arguments(tmp_path))
+    broken.finalize()
+
+
+def test_execute_submits_and_answers_later(model, engine):
+    asked = request(parameters={"stream": True, "return_perf_metrics": True})
+    assert model.execute([asked]) is None
+    assert engine.requests[0].prompt_ids == tuple(b"hi") and not asked.sent
+    engine.answer(["a", "b"])
+    until(lambda: finals(asked))
+    assert b"".join(r.outputs["text_output"][0, 0] for r, _ in asked.sent) == b"ab"
+    assert perf(asked.sent[-1][0].outputs)["seed"] == 17
+
+
+def test_a_bad_request_is_answered_and_the_others_go_on(model, engine):
+    bad, good = request(parameters={"top_p": 2}), request()
+    model.execute([bad, good])
+    engine.answer(["fine"])
+    until(lambda: finals(bad) and finals(good))
+    error = bad.sent[0][0].error
+    assert error.code == fake_pb_utils.TritonError.INVALID_ARG
+    assert str(error) == "[INVALID_ARG] top_p: got 2.0, allowed is a number in (0, 1]"
+    assert good.sent[0][0].outputs["text_output"][0, 0] == b"fine"
+
+
+def test_a_full_queue_is_unavailable_at_once(model, engine):
+    engine.refuses = CapacityError("the queue is full")
+    asked = request()
+    model.execute([asked])
+    until(lambda: finals(asked))
+    assert asked.sent[0][0].error.code == fake_pb_utils.TritonError.UNAVAILABLE
+
+
+def test_a_fault_of_our_own_fails_one_request_as_internal(model, engine):
+    engine.refuses = ZeroDivisionError("oops")
+    asked = request()
+    model.execute([asked])
+    until(lambda: finals(asked))
+    assert str(asked.sent[0][0].error) == "[INTERNAL] ZeroDivisionError: oops"
+    engine.refuses = None
+    again = request()
+    model.execute([again])
+    engine.answer(["fine"])
+    until(lambda: finals(again))
+
+
+def test_only_requested_outputs_are_sent(model, engine):
+    asked = request(outputs=["text_output", "finish_reason"])
+    model.execute([asked])
+    engine.answer(["x"])
+    until(lambda: finals(asked))
+    assert set(asked.sent[0][0].outputs) == {"text_output", "finish_reason"}
+
+
+def test_a_gone_client_cancels_its_request(model, engine):
+    asked = request()
+    model.execute([asked])
+    assert not engine.requests[0].is_cancelled()
+    asked.gone = True
+    until(engine.requests[0].is_cancelled)
+    engine.answer([""], finish_reason="cancelled")
+    until(lambda: finals(asked))
+
+
+def test_stop_cancels_the_request_of_the_same_id(model, engine):
+    running, other = request(request_id="a"), request(request_id="b")
+    stop = Request({"stop": np.array([[True]])}, outputs=ALL, request_id="a")
+    model.execute([running, other])
+    model.execute([stop])
+    until(lambda: finals(stop))
+    assert engine.requests[0].is_cancelled() and not engine.requests[1].is_cancelled()
+    assert len(stop.sent) == 1 and stop.sent[0][0].error is None
+
+
+def test_stop_without_an_id_is_refused(model):
+    stop = Request({"stop": np.array([[True]])}, outputs=ALL)
+    model.execute([stop])
+    until(lambda: finals(stop))
+    assert "request id" in str(stop.sent[0][0].error)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "limit_s"), [({"parameters": {"timeout_ms": 1500}}, 1.5), ({"timeout_us": 2_000_000}, 2)]
+)
+def test_time_limits_become_deadlines(model, engine, kwargs, limit_s):
+    before = time.monotonic()
+    model.execute([request(**kwargs)])
+    assert before + limit_s <= engine.requests[0].deadline_s <= time.monotonic() + limit_s
+
+
+def test_finalize_ends_what_is_open(model, engine):
+    asked = request()
+    model.execute([asked])
+    model.finalize()
+    assert finals(asked) == 1 and asked.sent[0][0].error.code == fake_pb_utils.TritonError.UNAVAILABLE
+    assert not engine.alive

@@ -1,0 +1,192 @@
+"""Parsing of requests: precedence, spellings, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from dspark.errors import RequestError
+from dspark.serving.contract import OUTPUTS
+from dspark.serving.parse import ModelLimits, parse_request
+from support.fake_engine import ByteCodec
+
+LIMITS = ModelLimits(vocab_size=256, max_context_len=64)
+ALL = [spec.name for spec in OUTPUTS]
+
+
+def text(*words):
+    return np.array([[word if isinstance(word, bytes) else word.encode() for word in words]], dtype=object)
+
+
+def parse(tensors=None, parameters=None, *, prompt=True, outputs=ALL, tokenizer=ByteCodec(), **sampling):  # noqa: B008
+    tensors = dict(tensors or {})
+    if prompt and not {"text_input", "input_ids", "messages"} & set(tensors):
+        tensors["text_input"] = text("hello")
+    if sampling:
+        tensors["sampling_parameters"] = text(json.dumps(sampling))
+    return parse_request(
+        tensors, parameters or {}, requested_outputs=outputs, tokenizer=tokenizer, limits=LIMITS
+    )
+
+
+def refusal(*args, **kwargs) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(*args, **kwargs)
+    return caught.value
+
+
+def test_defaults_are_the_contracts():
+    parsed = parse()
+    assert parsed.prompt_ids == tuple(b"hello")
+    assert parsed.params.max_tokens == 64 - 5  # 256, but no more than the context leaves
+    assert (parsed.params.temperature, parsed.params.seed, parsed.params.num_draft_tokens) == (1.0, None, -1)
+    assert not parsed.stream and not parsed.cancels
+    assert parsed.wanted == {"text_output", "output_ids"}
+
+
+def test_tensor_wins_over_parameter_wins_over_json():
+    tensors = {
+        "top_k": np.array([[1]], np.int32),
+        "sampling_parameters": text('{"top_k": 3, "top_p": 0.3, "min_p": 0.3}'),
+    }
+    params = parse(tensors, {"top_k": 2, "top_p": 0.2}).params
+    assert (params.top_k, params.top_p, params.min_p) == (1, 0.2, 0.3)
+
+
+def test_fp32_tensors_mean_the_decimal_that_was_written():
+    tensors = {"temperature": np.array([[0.7]], np.float32)}
+    assert parse(tensors).params.temperature == parse(temperature=0.7).params.temperature == 0.7
+
+
+def test_numbers_and_truths_may_come_as_text():
+    params = parse(temperature="0.1", top_k="5", ignore_eos="true", max_tokens=8.0).params
+    assert (params.temperature, params.top_k, params.ignore_eos, params.max_tokens) == (0.1, 5, True, 8)
+
+
+@pytest.mark.parametrize(("alias", "field"), [("streaming", "stream"), ("request_output_len", "max_tokens")])
+def test_aliases_mean_their_field_and_must_agree_with_it(alias, field):
+    dtype = np.bool_ if field == "stream" else np.int32
+    one = {alias: np.array([[1]], dtype)}
+    parsed = parse(one)
+    assert (parsed.stream if field == "stream" else parsed.params.max_tokens) == 1
+    other = {field: np.array([[0 if field == "stream" else 2]], dtype)}
+    assert refusal({**one, **other}).field in (alias, field)
+
+
+def test_stop_words_come_as_list_text_or_tensor():
+    assert parse(stop=["a", "b"]).params.stop_words == ("a", "b")
+    assert parse(stop="a").params.stop_words == ("a",)
+    assert parse({"stop_words": text("a", "é")}).params.stop_words == ("a", "é")
+    assert parse(None, {"stop_words": '["a", "b"]'}).params.stop_words == ("a", "b")
+    assert parse({"stop_words": np.empty((1, 0), dtype=object)}).params.stop_words == ()
+
+
+def test_stop_true_cancels_and_needs_no_prompt():
+    assert parse({"stop": np.array([[True]])}, prompt=False).cancels
+    assert not parse({"stop": np.array([[False]])}).cancels
+
+
+def test_bad_words_are_spelled_with_and_without_a_space():
+    assert parse({"bad_words": text("x")}).params.bad_words_ids == ((120,), (32, 120))
+
+
+def test_every_form_of_prompt_becomes_token_ids():
+    ids = np.array([[1, 2, 3]], np.int32)
+    assert parse({"input_ids": ids}).prompt_ids == (1, 2, 3)
+    assert parse(input_ids=[4, 5], prompt=False).prompt_ids == (4, 5)
+    messages = [{"role": "user", "content": "hi"}]
+    assert parse({"messages": text(json.dumps(messages))}).prompt_ids == tuple(b"<user>hi")
+    assert parse(messages=messages, prompt=False).prompt_ids == tuple(b"<user>hi")
+    assert parse(None, {"text_input": "x"}, prompt=False).prompt_ids == (120,)
+
+
+def test_input_comes_back_in_front_only_when_asked_for():
+    assert parse().echo_text is None
+    off = {"exclude_input_in_output": np.array([[False]])}
+    assert parse(off).echo_text == "hello"
+    assert parse({**off, "input_ids": np.array([[104, 105]], np.int32)}).echo_text == "hi"
+
+
+def test_flags_choose_outputs_unless_the_client_named_them():
+    flags = {"return_num_input_tokens": np.array([[True]]), "return_perf_metrics": np.array([[True]])}
+    assert parse(flags).wanted == {
+        "text_output", "output_ids", "num_input_tokens", "acceptance_rate", "total_accepted_draft_tokens",
+        "total_draft_tokens", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns",
+        "last_token_time_ns", "spec_decode_metrics",
+    }  # fmt: skip
+    assert parse(flags, outputs=["text_output", "finish_reason"]).wanted == {"text_output", "finish_reason"}
+
+
+def test_unknown_request_parameters_are_left_alone_but_json_keys_refused_by_name():
+    assert parse(None, {"x-request-header": "1", "binary_data_output": False}).prompt_ids
+    error = refusal(temprature=1)
+    assert (
+        error.field == "sampling_parameters" and "'temprature'" in str(error) and "temperature" in str(error)
+    )
+    assert refusal(sampling_parameters="{}").field == "sampling_parameters"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", "warm"), ("temperature", float("nan")), ("temperature", True),
+        ("top_k", -1), ("top_k", 1.5), ("top_k", 2**40), ("top_p", 0), ("top_p", 1.01),
+        ("min_p", 1), ("min_p", -1), ("seed", -1), ("seed", 2**64), ("max_tokens", 0), ("max_tokens", 60), ("max_tokens", "many"),
+        ("min_tokens", -1), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
+        ("end_id", 256), ("end_id", -2), ("num_draft_tokens", -2), ("ignore_eos", "perhaps"), ("stream", 2),
+        ("stop_words", [""]), ("stop_words", [1]), ("stop_words", {"a": 1}), ("bad_words", [""]),
+        ("logprobs", 1), ("return_log_probs", True), ("timeout_ms", -1), ("priority", "high"),
+        ("exclude_input_in_output", []), ("stop_words", ["\ud800"]),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_naming_field_value_and_what_is_allowed(field, value):
+    error = refusal(**{field: value})
+    assert error.field == field
+    assert str(error).startswith(f"{field}: got ") and ", allowed is " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "field"),
+    [
+        ({}, "text_input"),
+        ({"text_input": text("a"), "messages": text("[]")}, "messages"),
+        ({"text_input": text("")}, "text_input"),
+        ({"text_input": text(b"\xff\xfe")}, "text_input"),
+        ({"text_input": text("a" * 64)}, "text_input"),
+        ({"text_input": text("a", "b")}, "text_input"),
+        ({"text_input": np.array([b"a"], dtype=object)}, "text_input"),
+        ({"input_ids": np.array([[1, 256]], np.int32)}, "input_ids"),
+        ({"input_ids": np.array([[-1]], np.int32)}, "input_ids"),
+        ({"input_ids": np.empty((1, 0), np.int32)}, "input_ids"),
+        ({"input_ids": np.array([[1], [2]], np.int32)}, "input_ids"),
+        ({"input_ids": np.zeros((1, 64), np.int32)}, "input_ids"),
+        ({"messages": text("not json")}, "messages"),
+        ({"messages": text("[" * 100_000)}, "messages"),
+        ({"messages": text("[]")}, "messages"),
+        ({"messages": text('{"role": "user"}')}, "messages"),
+        ({"messages": text('[{"role": "user"}]')}, "messages"),
+        ({"messages": text('[{"role": "user", "content": 1}]')}, "messages"),
+        ({"text_input": text("a"), "sampling_parameters": text("[1]")}, "sampling_parameters"),
+        ({"text_input": text("a"), "sampling_parameters": text("{")}, "sampling_parameters"),
+    ],
+)
+def test_a_bad_prompt_is_refused_naming_its_field(tensors, field):
+    assert refusal(tensors, prompt=False).field == field
+
+
+def test_min_tokens_may_not_pass_max_tokens():
+    assert refusal(min_tokens=9, max_tokens=8).field == "min_tokens"
+
+
+def test_log_probability_outputs_named_by_the_client_are_refused():
+    assert refusal(outputs=["text_output", "cum_log_probs"]).field == "outputs"
+
+
+@pytest.mark.parametrize("tensors", [{}, {"messages": text('[{"role": "user", "content": "a"}]')}])
+def test_text_needs_a_tokenizer(tensors):
+    assert "input_ids" in str(refusal(tensors, tokenizer=None))
+
+
+def test_stop_words_need_a_tokenizer():
+    ids = {"input_ids": np.array([[1]], np.int32)}
+    assert parse(ids, tokenizer=None).prompt_ids == (1,)
+    assert refusal(ids, tokenizer=None, stop_words=["a"]).field == "stop_words"
