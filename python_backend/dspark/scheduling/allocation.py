@@ -115,7 +115,8 @@ def lookahead_num(
 
     Arguments:
         theta: [M+1] from `throughput` with the same `seconds`.
-        seconds: [>= M+1] seconds of the whole step.
+        seconds: [N+1] seconds of the whole step with 0 .. N drafts, N = all drafts at hand; M, those of
+            survival above 0, would give away what lies behind.
         decay: usual ratio of a_{k+1} to a_k, from earlier steps, in [0, 1].
         max_ahead: how many candidates to think ahead, >= 1.
     """
@@ -126,7 +127,7 @@ def lookahead_num(
     ahead = np.arange(max_ahead)
     gain = np.cumsum(decay ** (ahead / max(num_sequences, 1)))  # [H] tokens per unit of survival
     for _ in range(_MAX_STALLS):
-        last = min(stop + max_ahead, len(seconds) - 1, num)
+        last = min(stop + max_ahead, len(seconds) - 1)
         reach = last - stop
         hoped = (theta[stop] * seconds[stop] + candidates.survival[stop] * gain[:reach]) / seconds[
             stop + 1 : last + 1

@@ -20,6 +20,7 @@ import numpy as np
 
 from dspark.errors import RequestError
 from dspark.scheduling.allocation import (
+    Candidates,
     early_stop_num,
     lookahead_num,
     rank_candidates,
@@ -103,22 +104,28 @@ def schedule(question: object) -> dict[str, Any]:
             num = min(budget or 0, len(candidates.survival))
             verify_len = verify_len_of(candidates, num, num_sequences=num_sequences)
         case _:
-            seconds = _seconds(question.get("steps_per_second"), first, len(candidates.survival) + 1)
-            theta = throughput(candidates, num_sequences=num_sequences, seconds=seconds)
+            # Early stop looks no farther than it gets: only a size that is really needed must be listed.
+            points = _points(question.get("steps_per_second"))
+            covered = max(min(int(num_drafts.sum()) + 1, max(points) - first + 1), 1)
+            seconds = _seconds(points, first, covered)
+            at_hand = Candidates(candidates.survival[: covered - 1], candidates.sequence[: covered - 1])
+            theta = throughput(at_hand, num_sequences=num_sequences, seconds=seconds)
             num = early_stop_num(theta)
             if policy.name == "auto":
                 num = lookahead_num(
-                    candidates,
+                    at_hand,
                     theta,
                     num_sequences=num_sequences,
                     seconds=seconds,
                     decay=0.8,
                     max_ahead=max(block_size, num_sequences),
                 )
+            if num == len(at_hand.survival) < len(candidates.survival):
+                _seconds(points, first, num + 2)  # refused: the next size is not listed
             verify_len = verify_len_of(candidates, num, num_sequences=num_sequences)
     kept = np.arange(block_size) < verify_len[:, None]
     tokens = num_sequences + float(survival[kept].sum())
-    seconds = _seconds(question.get("steps_per_second"), first + int(verify_len.sum()), 1)
+    seconds = _seconds(_points(question.get("steps_per_second")), first + int(verify_len.sum()), 1)
     return {"verify_len": verify_len.tolist(), "expected_throughput": tokens / float(seconds[0])}
 
 
@@ -154,14 +161,14 @@ def _whole(name: str, value: object) -> int:
     return value
 
 
-def _seconds(curve: object, first: int, count: int) -> Float64:
-    """Return the seconds of steps over first, first+1, ... tokens [count]."""
+def _points(curve: object) -> dict[int, float]:
+    """Return seconds by tokens in the pass."""
     name = "steps_per_second"
     if not isinstance(curve, dict) or not curve:
         raise RequestError(name, curve, "a non-empty object: tokens in the pass -> steps per second")
     points: dict[int, float] = {}
     for key, rate in curve.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and int(key) > 0):
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and 0 < int(key) < 2**31):
             raise RequestError(name, key, "sizes that are whole numbers > 0")
         real = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not real or not 1e-100 < rate < 1e100:
@@ -169,13 +176,17 @@ def _seconds(curve: object, first: int, count: int) -> Float64:
         if int(key) in points:
             raise RequestError(name, key, "every size once")
         points[int(key)] = 1.0 / rate
+    return points
+
+
+def _seconds(points: dict[int, float], first: int, count: int) -> Float64:
+    """Return the seconds of steps over first, first+1, ... tokens [count]."""
     sizes = sorted(points)
     last = first + count - 1
     if first < sizes[0] or last > sizes[-1]:
-        outside = first if first < sizes[0] else last
         raise RequestError(
-            name,
-            outside,
+            "steps_per_second",
+            first if first < sizes[0] else last,
             f"a curve that covers {first} to {last} tokens; this one goes from {sizes[0]} to {sizes[-1]}",
         )
     return np.interp(np.arange(first, last + 1, dtype=np.float64), sizes, [points[b] for b in sizes])

@@ -46,7 +46,8 @@ class CorrectedCurve:
         self._log_factor = 0.0
         self._weight = prior_weight
         self._local = np.zeros(len(_KNOTS))
-        self._local_weight = np.full(len(_KNOTS), prior_weight + 1.0)
+        self._unseen_weight = prior_weight + 1.0
+        self._local_weight = np.full(len(_KNOTS), self._unseen_weight)
         self._usual = _USUAL
         self._first: list[float] | None = None if self.known else []
         self._errors: deque[float] = deque(maxlen=129)
@@ -128,6 +129,9 @@ class CorrectedCurve:
         self._refresh()
 
     def _refresh(self) -> None:
+        seen = self._local_weight > self._unseen_weight
+        if seen.any():  # sizes never seen go the way of their nearest neighbours that were
+            self._local = np.interp(_LOG_KNOTS, _LOG_KNOTS[seen], self._local[seen])
         self._table = self._base * np.exp(
             self._log_factor + np.interp(self._log_sizes, _LOG_KNOTS, self._local)
         )

@@ -42,6 +42,7 @@ __all__ = ["LoadAwareScheduler"]
 _FREE = 0.003  # drafting below this share of the target pass is not worth a thought
 _MARGIN = 1.02  # what estimates alone (no confidence head) must promise before a row is spent
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
+_PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 
@@ -83,6 +84,7 @@ class LoadAwareScheduler:
         self._decay = 0.8  # usual ratio of a_{k+1} to a_k
         self._budgets: deque[tuple[int, int]] = deque(maxlen=2)  # (drafts, blocks) of the last two steps
         self._num_steps = 0
+        self._probe_credit_s = 0.0
         self._pending: tuple[Int64, Float64, Int32] | None = None  # rows, survival, num_drafts of this step
 
     # -- before drafting -----------------------------------------------------------------------------------
@@ -109,18 +111,35 @@ class LoadAwareScheduler:
             samples, eligible, num_sequences=num_sequences, verify_s=verify_s, draft_s=draft_s
         )
         self._wait[rows[drafted], 0] = _FIRST_WAIT
-        left = eligible & ~drafted
-        if left.any():
-            skipped, wait = self._skipped[rows, 0], self._wait[rows, 0]
-            probed = left & (skipped >= wait)
-            if probed.any():
-                if not drafted.any():  # the fixed part of drafting is paid anyway: take those due soon along
-                    probed = left & (2.0 * skipped >= wait)
-                at = rows[probed]
-                self._wait[at, 0] = np.minimum(2.0 * self._wait[at, 0], _LONGEST_WAIT)
-                drafted = drafted | probed
+        drafted = self._probe_blocks(rows, eligible, drafted, draft_s, float(verify_s[0]))
         self._skipped[rows, 0] = np.where(drafted, 0.0, self._skipped[rows, 0] + 1.0)
         return np.where(drafted, caps, np.int32(0))
+
+    def _probe_blocks(
+        self, rows: Int64, eligible: Bool, drafted: Bool, draft_s: Float64, verify_s: float
+    ) -> Bool:
+        """Draft a few sequences that the plan leaves out, those skipped longest, within a budget of time."""
+        left = np.flatnonzero(eligible & ~drafted)
+        if not len(left):
+            return drafted
+        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * verify_s, 2.0 * float(draft_s[-1]))
+        skipped, wait = self._skipped[rows[left], 0], self._wait[rows[left], 0]
+        due = left[skipped >= wait]
+        if not len(due):
+            return drafted
+        num = int(np.count_nonzero(drafted))
+        paid = float(draft_s[num - 1]) if num else 0.0
+        if not num:  # the fixed part of drafting is paid once: take those along that are due soon
+            due = left[2.0 * skipped >= wait]
+        due = due[np.argsort(-self._skipped[rows[due], 0], kind="stable")][:_PROBED]
+        cost_s = float(draft_s[num + len(due) - 1]) - paid
+        if cost_s > self._probe_credit_s:
+            return drafted
+        self._probe_credit_s -= cost_s
+        self._wait[rows[due], 0] = np.minimum(2.0 * self._wait[rows[due], 0], _LONGEST_WAIT)
+        drafted = drafted.copy()
+        drafted[due] = True
+        return drafted
 
     # -- after drafting ------------------------------------------------------------------------------------
 
@@ -150,7 +169,7 @@ class LoadAwareScheduler:
         survival = survival_of(confidence, num_drafts)
         self._pending = (rows, survival, num_drafts) if confidence_logits is not None else None
         candidates = rank_candidates(survival)
-        seconds = self._verify_s(num_sequences, prefill_tokens, len(candidates.survival) + 1)
+        seconds = self._verify_s(num_sequences, prefill_tokens, int(num_drafts.sum()) + 1)
         seconds = seconds + self.cost_model.draft_s(num_blocks)
         num = self._num_taken(
             candidates, seconds, num_sequences, num_blocks, known_before=confidence_logits is None

@@ -1,0 +1,292 @@
+"""The load-aware policies in a serving loop with known acceptance and known cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from dspark.calibration.online import OnlineCalibrator
+from dspark.errors import ConfigError
+from dspark.scheduling.cost_model import CostCurve, CostModel
+from dspark.scheduling.interface import Scheduler, StepObservation
+from dspark.scheduling.scheduler import make_scheduler
+from support.decoding import decode
+from support.traffic import Kind
+
+G = 7
+REPEATS = Kind(mean=3.0, fall=-0.1, spread=1.0)
+CODE = Kind(mean=2.2, fall=0.15, spread=1.3, overconfidence=1.5)
+CHAT = Kind(mean=0.8, fall=0.05, spread=1.2)
+POOR = Kind(mean=-2.0, fall=0.0, spread=0.7)
+MIX = [CODE, CHAT, POOR, REPEATS]
+SIZES = (1, 2, 4, 8, 16, 32, 40, 64, 128, 256, 512)
+
+
+def verify_s(rows: int) -> float:
+    return 0.010 * (1 + 0.055 * (min(rows, 40) - 1) + 0.04 * max(rows - 40, 0))
+
+
+def free(_: int) -> float:
+    return 2e-5
+
+
+def dear(num_blocks: int) -> float:
+    return 0.0025 + 0.0012 * num_blocks
+
+
+def curve(draft_s: Callable[[int], float]) -> CostCurve:
+    return CostCurve(
+        target_tokens=SIZES,
+        verify_s=tuple(verify_s(b) for b in SIZES),
+        num_blocks=(1, 64),
+        draft_s=(draft_s(1), draft_s(64)),
+    )
+
+
+def rate(
+    policy: str,
+    kinds: list[Kind],
+    *,
+    confidence: bool,
+    draft_s: Callable[[int], float],
+    measured: bool = True,
+    steps: int = 500,
+    labels: bool = True,
+    warm_up: int = 0,
+) -> float:
+    scheduler = make_scheduler(
+        policy,
+        block_size=G,
+        has_confidence=confidence,
+        cost_model=CostModel(curve(draft_s)) if measured else None,
+        calibrator=OnlineCalibrator(block_size=G) if confidence else None,
+    )
+    return decode(
+        scheduler,
+        kinds,
+        steps=steps,
+        block_size=G,
+        verify_s=verify_s,
+        draft_s=draft_s,
+        confidence=confidence,
+        labels=labels,
+        warm_up=warm_up,
+    ).rate
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+def test_auto_is_near_the_best_fixed_length_at_every_load(num_sequences: int) -> None:
+    kinds = (MIX * num_sequences)[:num_sequences]
+    fixed = [
+        rate(p, kinds, confidence=True, draft_s=dear)
+        for p in ("none", "fixed:1", "fixed:3", "fixed:5", "fixed:7")
+    ]
+    assert rate("auto", kinds, confidence=True, draft_s=dear) > 0.97 * max(fixed)
+
+
+def test_when_no_block_pays_nearly_nothing_is_drafted() -> None:
+    plain = rate("none", [POOR] * 16, confidence=True, draft_s=dear)
+    for policy in ("prefix", "lagged", "auto"):
+        assert rate(policy, [POOR] * 16, confidence=True, draft_s=dear) > 0.97 * plain
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("measured", [True, False])
+def test_looked_up_drafts_cost_nothing_on_text_that_does_not_repeat(
+    num_sequences: int, labels: bool, measured: bool
+) -> None:
+    kinds = [POOR] * num_sequences
+    plain = rate("none", kinds, confidence=False, draft_s=free)
+    auto = rate("auto", kinds, confidence=False, draft_s=free, labels=labels, measured=measured)
+    assert auto > 0.97 * plain
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_looked_up_drafts_win_on_text_that_repeats(measured: bool) -> None:
+    plain = rate("none", [REPEATS], confidence=False, draft_s=free)
+    auto = rate("auto", [REPEATS], confidence=False, draft_s=free, measured=measured)
+    full = rate("fixed:7", [REPEATS], confidence=False, draft_s=free)
+    assert auto > 0.95 * full > 2.0 * plain
+
+
+def test_drafting_comes_back_when_the_text_changes() -> None:
+    scheduler = make_scheduler(
+        "auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)), calibrator=None
+    )
+
+    def run(kind: Kind, steps: int, warm_up: int = 0) -> float:
+        return decode(
+            scheduler,
+            [kind],
+            steps=steps,
+            block_size=G,
+            verify_s=verify_s,
+            draft_s=dear,
+            lifetime=10_000,
+            warm_up=warm_up,
+        ).drafted
+
+    run(POOR, 300)
+    assert run(POOR, 200) < 0.1
+    assert run(REPEATS, 100, warm_up=200) > 0.9
+
+
+def test_only_the_sequences_that_pay_are_drafted() -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)))
+    ids = np.arange(8)
+    logits = np.where(np.arange(8)[:, None] < 4, 4.0, -4.0) * np.ones((8, G))
+    caps, flags = np.full(8, G, np.int32), np.zeros(8, np.bool_)
+    drafted = np.zeros(8)
+    for _ in range(60):
+        num_drafts = scheduler.draft_len(sequence_ids=ids, caps=caps, prefill_tokens=0)
+        drafted += num_drafts > 0
+        verify_len = scheduler.verify_len(
+            sequence_ids=ids,
+            confidence_logits=logits.astype(np.float32),
+            num_drafts=num_drafts,
+            sampled=flags,
+            altered=flags,
+            prefill_tokens=0,
+        )
+        scheduler.observe(
+            StepObservation(
+                sequence_ids=ids,
+                num_drafts=num_drafts,
+                verify_len=verify_len,
+                accepted=verify_len,
+                sampled=flags,
+                altered=flags,
+                target_tokens=8 + int(verify_len.sum()),
+                verify_s=verify_s(8 + int(verify_len.sum())),
+                confidence_logits=logits.astype(np.float32),
+                draft_s=dear(int((num_drafts > 0).sum())),
+            )
+        )
+    assert (drafted[:4] > 50).all() and (drafted[4:] < 15).all()
+
+
+def one_step(scheduler: Scheduler, confidence: list[list[float]], *, accepted: int = 0) -> list[int]:
+    c = np.asarray(confidence)
+    num, block_size = c.shape
+    flags = np.zeros(num, np.bool_)
+    with np.errstate(divide="ignore"):
+        logits = (np.log(c) - np.log1p(-c)).astype(np.float32)
+    num_drafts = np.full(num, block_size, np.int32)
+    verify_len = scheduler.verify_len(
+        sequence_ids=np.arange(num),
+        confidence_logits=logits,
+        num_drafts=num_drafts,
+        sampled=flags,
+        altered=flags,
+        prefill_tokens=0,
+    )
+    out = [int(n) for n in verify_len]
+    scheduler.observe(
+        StepObservation(
+            sequence_ids=np.arange(num),
+            num_drafts=num_drafts,
+            verify_len=verify_len,
+            accepted=np.minimum(verify_len, accepted).astype(np.int32),
+            sampled=flags,
+            altered=flags,
+            target_tokens=num + int(verify_len.sum()),
+            verify_s=0.0,
+            confidence_logits=logits,
+        )
+    )
+    return out
+
+
+def test_lagged_takes_its_number_from_two_steps_earlier_and_its_choice_from_now() -> None:
+    model = CostModel(CostCurve(target_tokens=(2, 100), verify_s=(1.0, 10.0)))
+    scheduler = make_scheduler("lagged", block_size=3, has_confidence=True, cost_model=model)
+    high, low = [[0.9, 0.9, 0.9], [0.01, 0.01, 0.01]], [[0.02, 0.02, 0.02], [0.01, 0.01, 0.01]]
+    swapped = [high[1], high[0]]
+    one_step(scheduler, high)
+    one_step(scheduler, low)
+    assert one_step(scheduler, swapped) == [
+        0,
+        3,
+    ]  # three, as for the first step; the second sequence has them now
+    assert one_step(scheduler, high) == [0, 0]  # none, as for the second
+
+
+def test_the_same_input_gives_the_same_answer() -> None:
+    answers = []
+    for _ in range(2):
+        scheduler = make_scheduler(
+            "auto",
+            block_size=G,
+            has_confidence=True,
+            cost_model=CostModel(curve(dear)),
+            calibrator=OnlineCalibrator(block_size=G),
+        )
+        outcome = decode(scheduler, MIX, steps=150, block_size=G, verify_s=verify_s, draft_s=dear, seed=3)
+        answers.append((outcome.tokens, outcome.seconds, outcome.verify_len))
+    assert answers[0] == answers[1]
+
+
+def test_positions_that_load_keeps_cutting_still_get_a_look() -> None:
+    # Rows are so dear that nothing past the first draft is ever worth it.
+    model = CostModel(
+        CostCurve(
+            target_tokens=(1, 2, 3, 16),
+            verify_s=(0.010, 0.011, 0.030, 0.200),
+            num_blocks=(1,),
+            draft_s=(1e-5,),
+        )
+    )
+    calibrator = OnlineCalibrator(block_size=4)
+    scheduler = make_scheduler(
+        "prefix", block_size=4, has_confidence=True, cost_model=model, calibrator=calibrator
+    )
+    seen = [one_step(scheduler, [[0.9, 0.6, 0.6, 0.6]], accepted=4)[0] for _ in range(700)]
+    assert set(seen) == {1, 4}
+    assert 1 <= seen.count(4) <= 10
+    assert calibrator.deepest_starved() in (0, 4)
+
+
+def test_caps_are_kept_and_zero_means_off() -> None:
+    for policy in ("prefix", "lagged", "auto"):
+        scheduler = make_scheduler(
+            policy, block_size=G, has_confidence=True, cost_model=CostModel(curve(free)), calibrator=None
+        )
+        caps = np.array([0, 2, 7], np.int32)
+        wanted = scheduler.draft_len(sequence_ids=np.arange(3), caps=caps, prefill_tokens=0)
+        assert (wanted <= caps).all() and wanted[0] == 0
+        verify_len = scheduler.verify_len(
+            sequence_ids=np.arange(3),
+            confidence_logits=np.full((3, G), 6.0, np.float32),
+            num_drafts=wanted,
+            sampled=np.zeros(3, np.bool_),
+            altered=np.zeros(3, np.bool_),
+            prefill_tokens=0,
+        )
+        assert (verify_len <= wanted).all() and verify_len[1:].tolist() == wanted[1:].tolist()
+
+
+def test_released_sequences_leave_nothing_behind() -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=False)
+    for sequence_id in range(5000):
+        scheduler.verify_len(
+            sequence_ids=np.array([sequence_id]),
+            confidence_logits=None,
+            num_drafts=np.array([G], np.int32),
+            sampled=np.zeros(1, np.bool_),
+            altered=np.zeros(1, np.bool_),
+            prefill_tokens=0,
+        )
+        scheduler.release(sequence_id)
+    scheduler.release(123_456)  # never seen
+    assert len(scheduler._rows) == 0  # type: ignore[attr-defined]
+    assert scheduler._rows.num_rows == 1  # type: ignore[attr-defined]
+
+
+def test_prefix_and_lagged_need_a_measured_curve() -> None:
+    for policy in ("prefix", "lagged"):
+        with pytest.raises(
+            ConfigError, match=f"policy: got '{policy}' without a measured cost curve, allowed is"
+        ):
+            make_scheduler(policy, block_size=G, has_confidence=True)
