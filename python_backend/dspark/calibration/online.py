@@ -38,7 +38,7 @@ _AT_PRIOR = np.array([1.0, 1.0, 0.0])  # a, b, d of the offline fit
 _LOWEST_SLOPE = 0.02
 _FARTHEST = 30.0  # |z / T| beyond which nothing changes any more
 _LONGEST_STEP = 1.0
-_ROWS = 64  # sequences of one step that are learnt from; the others are left out in turn
+_ROWS = 32  # sequences of one step that are learnt from; the others are left out in turn
 _BATCH_ROWS, _BATCH_STEPS = 32, 16  # what is gathered before it is learnt from
 _STARVED = 256  # steps without a label after which a position is starved
 
