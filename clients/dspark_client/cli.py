@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_demo)
 
     for command in (generate, talk, show):
-        command.add_argument("--url", default="127.0.0.1:8001", help="gRPC address (default: %(default)s)")
+        command.add_argument(
+            "--url",
+            default=os.environ.get("DSPARK_URL", "127.0.0.1:8001"),
+            help="gRPC address (default: %(default)s)",
+        )
         command.add_argument("--model", default="dspark", help="default: %(default)s")
         command.add_argument(
             "--timeout",

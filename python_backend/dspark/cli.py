@@ -30,18 +30,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="generate offline, without a server")
     add_generate_arguments(generate)
-    generate.set_defaults(run=run_generate)
+    generate.set_defaults(command_main=run_generate)
 
     serve = commands.add_parser("serve", help="start Triton Inference Server with the dspark model")
     add_serve_arguments(serve)
-    serve.set_defaults(run=run_serve)
+    serve.set_defaults(command_main=run_serve)
 
     schedule = commands.add_parser("schedule", help="say what a policy would verify: JSON in, JSON out")
     add_schedule_arguments(schedule)
-    schedule.set_defaults(run=lambda args: run_schedule(args, sys.stdin, sys.stdout))
+    schedule.set_defaults(command_main=lambda args: run_schedule(args, sys.stdin, sys.stdout))
 
     doctor = commands.add_parser("doctor", help="say what is installed and what will run here")
-    doctor.set_defaults(run=run_doctor)
+    doctor.set_defaults(command_main=run_doctor)
     return parser
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code (0 good, 1 a request failed, 2 cannot start, 130 interrupted)."""
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        return int(args.command_main(args))
     except DSparkError as error:
         print(f"dspark: {error}", file=sys.stderr)
         return 2

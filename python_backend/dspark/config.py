@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from dspark.errors import ConfigError
 
@@ -17,7 +18,8 @@ __all__ = ["ServeConfig", "load_serve_config", "parse_bytes"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 EXECUTORS = ("auto", "native", "torch")
-RULES = ("auto", "rejection", "coupled")
+Rule = Literal["auto", "rejection", "coupled"]
+RULES: tuple[Rule, ...] = ("auto", "rejection", "coupled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class ServeConfig:
     target: Hugging Face folder, `.gguf` file, or hub name.
     drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
     policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, ...
-    rule: `rejection`, `coupled`, or `auto` (coupled for requests that name a seed).
+    rule: how sampled drafts are judged: `rejection`, `coupled`, or `auto` (coupled for requests that name a seed).
     max_context_len: 0 = the model's own.
     max_step_tokens: prompt tokens computed in one step beside the decoding rows.
     num_threads: 0 = one per core.
@@ -38,7 +40,7 @@ class ServeConfig:
     dtype: str = "auto"
     executor: str = "auto"
     policy: str = "auto"
-    rule: str = "auto"
+    rule: Rule = "auto"
     max_batch_size: int = 64
     max_context_len: int = 0
     max_step_tokens: int = 256
@@ -132,7 +134,9 @@ def load_serve_config(
     problems: list[str] = []
     if path is not None:
         sources.append((str(path), _read_yaml(path)))
-    variables = {name: environ[f"DSPARK_{name.upper()}"] for name in _PARSERS if environ.get(f"DSPARK_{name.upper()}")}
+    variables = {
+        name: environ[f"DSPARK_{name.upper()}"] for name in _PARSERS if environ.get(f"DSPARK_{name.upper()}")
+    }
     sources.append(("environment", variables))
     sources.append(("options", {k: v for k, v in (overrides or {}).items() if v is not None}))
     values: dict[str, object] = {}

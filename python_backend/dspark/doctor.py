@@ -36,10 +36,10 @@ def _cuda() -> str:
 def run_doctor(_args: argparse.Namespace) -> int:
     """Print one line per fact; always returns 0."""
     from dspark.executors.dtype import auto_dtype
-    from dspark.serving.launcher import find_tritonserver
+    from dspark.serving.tritonserver import find_tritonserver
 
     try:
-        server = str(find_tritonserver())
+        server = str(find_tritonserver().binary)
     except Exception as error:
         server = f"not found: {error}"
     rows = [
@@ -49,7 +49,10 @@ def run_doctor(_args: argparse.Namespace) -> int:
         ("default dtype", auto_dtype()),
         ("CUDA", _cuda()),
         ("tritonserver", server),
-        *((name, _version(name)) for name in ("numpy", "torch", "tokenizers", "gguf", "tritonclient", "tensorrt")),
+        *(
+            (name, _version(name))
+            for name in ("numpy", "torch", "tokenizers", "gguf", "tritonclient", "tensorrt")
+        ),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -1,7 +1,7 @@
 """`dspark generate`: the engine without a server, for scripts, tests and first looks.
 
-With `--json` standard output holds one JSON object per request, in input order, and nothing else; everything meant for a
-person goes to standard error.
+With `--json` standard output holds one JSON object per request, in input order, and nothing else; everything meant
+for a person goes to standard error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.config import DTYPES, EXECUTORS, RULES, load_serve_config
+from dspark.config import DTYPES, EXECUTORS, load_serve_config
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, DSparkError, RequestError
 from dspark.request import SAMPLING_FIELDS, Request, RequestOutput, SamplingParams, SpecMetrics, StepRecord
@@ -100,7 +100,9 @@ def complete_all(engine: Engine, requests: Iterable[Request | Exception]) -> lis
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Generate with speculative decoding, without a server."
     parser.add_argument("--target", required=True, help="Hugging Face folder, .gguf file, or hub name")
-    parser.add_argument("--drafter", default="ngram", help="drafter folder, 'ngram' or 'none' (default: %(default)s)")
+    parser.add_argument(
+        "--drafter", default="ngram", help="drafter folder, 'ngram' or 'none' (default: %(default)s)"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="prompt text, used as it is unless --chat is given")
     source.add_argument("--prompt-ids", help="token ids, e.g. 3,5,7; needs no tokenizer")
@@ -109,8 +111,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="JSONL file; each line has 'prompt' or 'prompt_ids' and any sampling field; all lines run together",
     )
-    parser.add_argument("--chat", action="store_true", help="put text prompts through the target's chat template")
-    parser.add_argument("--max-tokens", type=int, help=f"default: {_DEFAULT_MAX_TOKENS}, or what the context leaves")
+    parser.add_argument(
+        "--chat", action="store_true", help="put text prompts through the target's chat template"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help=f"default: {_DEFAULT_MAX_TOKENS}, or what the context leaves"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 = greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="0 = off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="in (0, 1] (default: %(default)s)")
@@ -123,10 +129,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="drafts verified per step: auto, none, fixed:K, threshold:P, prefix, lagged (default: %(default)s)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: bfloat16 where the CPU has it")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="default: bfloat16 where the CPU has it"
+    )
     parser.add_argument("--executor", choices=EXECUTORS, default="auto")
-    parser.add_argument("--rule", choices=RULES, default="auto", help="how sampled drafts are judged")
-    parser.add_argument("--max-batch", type=int, default=64, help="requests that run together (default: %(default)s)")
+    parser.add_argument(
+        "--max-batch", type=int, default=64, help="requests that run together (default: %(default)s)"
+    )
     parser.add_argument("--cache-bytes", default="1GiB", help="for the paged caches (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="0 = one per core (default)")
     parser.add_argument("--json", action="store_true", help="one JSON object per request on standard output")
@@ -141,7 +150,6 @@ def run_generate(args: argparse.Namespace) -> int:
             "dtype": args.dtype,
             "executor": args.executor,
             "policy": args.policy,
-            "rule": args.rule,
             "max_batch_size": args.max_batch,
             "cache_bytes": args.cache_bytes,
             "num_threads": args.threads,
@@ -195,7 +203,9 @@ def _read_lines(args: argparse.Namespace) -> list[Mapping[str, object]]:
         try:
             return [{"prompt_ids": [int(token) for token in args.prompt_ids.split(",")]}]
         except ValueError:
-            raise RequestError("--prompt-ids", args.prompt_ids, "whole numbers with commas between them") from None
+            raise RequestError(
+                "--prompt-ids", args.prompt_ids, "whole numbers with commas between them"
+            ) from None
     try:
         text = args.requests.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +219,9 @@ def _read_lines(args: argparse.Namespace) -> list[Mapping[str, object]]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"--requests {args.requests}: line {number}: not JSON: {error}") from error
         if not isinstance(value, dict):
-            raise ConfigError(f"--requests {args.requests}: line {number}: got {value!r}, allowed is an object")
+            raise ConfigError(
+                f"--requests {args.requests}: line {number}: got {value!r}, allowed is an object"
+            )
         lines.append(value)
     if not lines:
         raise ConfigError(f"--requests {args.requests}: holds no request; one JSON object a line is expected")
@@ -217,7 +229,12 @@ def _read_lines(args: argparse.Namespace) -> list[Mapping[str, object]]:
 
 
 def _make_request(
-    engine: Engine, line: Mapping[str, object], defaults: SamplingParams, args: argparse.Namespace, *, emit: Any
+    engine: Engine,
+    line: Mapping[str, object],
+    defaults: SamplingParams,
+    args: argparse.Namespace,
+    *,
+    emit: Any,
 ) -> Request:
     known = (SAMPLING_FIELDS - {"bad_words_ids"}) | {"prompt", "prompt_ids", "stop"}
     for name in line:

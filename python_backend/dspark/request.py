@@ -96,7 +96,13 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 
 def _real(
-    name: str, value: object, low: float, high: float | None, *, open_low: bool = False, open_high: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float | None,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
     left, right = "(" if open_low else "[", ")" if open_high else "]"
     allowed = (

@@ -69,7 +69,9 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     feature_layer_ids, block_size = peek_drafter(spec, checkpoint.config)
     executor = choose_executor(config.executor)
     dtype = config.dtype
-    target = make_target(checkpoint, executor=executor, dtype=dtype, layer_ids=feature_layer_ids, config=config)
+    target = make_target(
+        checkpoint, executor=executor, dtype=dtype, layer_ids=feature_layer_ids, config=config
+    )
     progress(f"target {checkpoint.config.architecture}, executor {target.name}, {target.dtype}")
     drafter = load_drafter(
         spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
@@ -131,7 +133,11 @@ def make_target(
         from dspark.executors.native_target import NativeTarget
 
         return NativeTarget(
-            checkpoint.config, checkpoint.weights, dtype=chosen, feature_layer_ids=layer_ids, num_threads=threads
+            checkpoint.config,
+            checkpoint.weights,
+            dtype=chosen,
+            feature_layer_ids=layer_ids,
+            num_threads=threads,
         )
     from dspark.executors.torch_target import TorchTarget
 
@@ -153,7 +159,9 @@ def engine_limits(config: ServeConfig, target: TargetExecutor, drafter: Drafter)
     page_bytes = target.cache_page_bytes(config.page_size) + drafter.cache_page_bytes(config.page_size)
     num_pages = config.cache_bytes // page_bytes
     if num_pages < 1:
-        raise ConfigError(f"cache_bytes: got {config.cache_bytes}, allowed is at least {page_bytes}, one page")
+        raise ConfigError(
+            f"cache_bytes: got {config.cache_bytes}, allowed is at least {page_bytes}, one page"
+        )
     # More pages than a full batch of the longest sequences could never be used.
     most = config.max_batch_size * -(-context // config.page_size)
     return EngineLimits(

@@ -9,7 +9,15 @@ from dspark.engine.pages import PagePool
 from dspark.errors import ConfigError
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 PAGE = 2
 
@@ -37,7 +45,9 @@ class PoolMachine(RuleBasedStateMachine):
     def arrive(self, tokens: list[int]) -> object:
         match = self.pool.match_prefix(tokens, root=self.root, max_pages=(len(tokens) - 1) // PAGE)
         for index, page in enumerate(match.pages):
-            assert self.contents[page] == tuple(tokens[: (index + 1) * PAGE]), "a reused page holds other tokens"
+            assert self.contents[page] == tuple(tokens[: (index + 1) * PAGE]), (
+                "a reused page holds other tokens"
+            )
         pages = self.pool.allocate(self.pool.pages_for(len(tokens)) - len(match.pages))
         if pages is None:
             self.pool.release(match.pages)

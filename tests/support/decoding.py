@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from dspark.scheduling.interface import Scheduler, StepObservation
 
 from support.traffic import Kind, draw_blocks
@@ -87,7 +86,9 @@ def decode(
         soft = None
         if labels:
             at = np.arange(block_size)
-            soft = np.where((at == accepted[:, None]) & (at < num_drafts[:, None]), hit, np.nan).astype(np.float32)
+            soft = np.where((at == accepted[:, None]) & (at < num_drafts[:, None]), hit, np.nan).astype(
+                np.float32
+            )
         scheduler.observe(
             StepObservation(
                 sequence_ids=ids,

@@ -12,9 +12,16 @@ from dspark.request import Request, SamplingParams
 from dspark.runtime import build_engine
 
 
-def make_engine(target: Path, *, drafter: str | Path = "none", policy: str = "none", **settings: object) -> Engine:
+def make_engine(
+    target: Path, *, drafter: str | Path = "none", policy: str = "none", **settings: object
+) -> Engine:
     """Build an engine as the command line would; fp32 and torch unless told otherwise."""
-    values: dict[str, object] = {"dtype": "float32", "executor": "torch", "num_threads": 1, "cache_bytes": 1 << 22}
+    values: dict[str, object] = {
+        "dtype": "float32",
+        "executor": "torch",
+        "num_threads": 1,
+        "cache_bytes": 1 << 22,
+    }
     return build_engine(
         ServeConfig(target=str(target), drafter=str(drafter), policy=policy, **{**values, **settings})  # type: ignore[arg-type]
     )

@@ -33,7 +33,11 @@ class Blocks:
 
 
 def draw_blocks(rng: np.random.Generator, kind: Kind, num_sequences: int, block_size: int) -> Blocks:
-    odds = kind.mean - kind.fall * np.arange(block_size) + kind.spread * rng.normal(size=(num_sequences, block_size))
+    odds = (
+        kind.mean
+        - kind.fall * np.arange(block_size)
+        + kind.spread * rng.normal(size=(num_sequences, block_size))
+    )
     truth = 1.0 / (1.0 + np.exp(-odds))
     hit = rng.random(odds.shape) < truth
     return Blocks((kind.overconfidence * odds + kind.shift).astype(np.float32), truth, hit)

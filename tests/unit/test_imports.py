@@ -45,10 +45,17 @@ def test_the_client_never_imports_torch() -> None:
 
 
 def test_triton_backend_utils_are_imported_by_one_file() -> None:
-    users = [path.name for path in sorted((ROOT / "python_backend").rglob("*.py")) if "triton_python_backend_utils" in imported(path)]
+    users = [
+        path.name
+        for path in sorted((ROOT / "python_backend").rglob("*.py"))
+        if "triton_python_backend_utils" in imported(path)
+    ]
     assert users == ["triton_model.py"]
 
 
 def test_the_online_side_starts_without_torch() -> None:
-    code = "import sys, dspark.cli, dspark.runtime, dspark.engine.thread; dspark.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, dspark.cli, dspark.runtime, dspark.engine.thread; "
+        "dspark.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -130,7 +130,8 @@ def test_unknown_request_parameters_are_left_alone_but_json_keys_refused_by_name
     [
         ("temperature", -0.1), ("temperature", "warm"), ("temperature", float("nan")), ("temperature", True),
         ("top_k", -1), ("top_k", 1.5), ("top_k", 2**40), ("top_p", 0), ("top_p", 1.01),
-        ("min_p", 1), ("min_p", -1), ("seed", -1), ("seed", 2**64), ("max_tokens", 0), ("max_tokens", 60), ("max_tokens", "many"),
+        ("min_p", 1), ("min_p", -1), ("seed", -1), ("seed", 2**64),
+        ("max_tokens", 0), ("max_tokens", 60), ("max_tokens", "many"),
         ("min_tokens", -1), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
         ("end_id", 256), ("end_id", -2), ("num_draft_tokens", -2), ("ignore_eos", "perhaps"), ("stream", 2),
         ("stop_words", [""]), ("stop_words", [1]), ("stop_words", {"a": 1}), ("bad_words", [""]),

@@ -37,7 +37,7 @@ class DraftInput:
     token_ids: Sequence[int]
     max_drafts: int  # no more are wanted (cap, length left)
     sampler: TokenSampler
-    pages: Sequence[int]
+    pages: Int32  # page ids, in order of position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

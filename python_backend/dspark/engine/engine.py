@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Engine:
         drafter: likewise.
         scheduler: decides how many drafts are made and verified.
         tokenizer: None serves token ids only.
-        rule: how sampled drafts are judged; "auto" = "coupled" for requests that name a seed, else "rejection".
+        rule: how sampled drafts are judged; see `TokenSampler`.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Engine:
         scheduler: Scheduler,
         limits: EngineLimits,
         tokenizer: Tokenizer | None = None,
-        rule: str = "auto",
+        rule: Literal["auto", "rejection", "coupled"] = "auto",
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.scheduler = scheduler
         self.limits = limits
         self.tokenizer = tokenizer
-        self.rule = rule
+        self._verification_rule = rule
         self._pool = PagePool(num_pages=limits.num_pages, page_size=limits.page_size)
         self._batcher = Batcher(
             self._pool, max_batch_size=limits.max_batch_size, max_step_tokens=limits.max_step_tokens
@@ -142,6 +143,7 @@ class Engine:
                 prompt_ids=request.prompt_ids,
                 vocab_size=config.vocab_size,
                 eos_ids=eos_ids,
+                rule=self._verification_rule,
             ),
             assembler=self._assembler(params),
             token_ids=list(request.prompt_ids),
@@ -290,7 +292,9 @@ class Engine:
             self._stats.num_prompt_tokens += chunk.count
         verdicts: list[Verdict | None] = []
         for index, sequence in enumerate(plan.decoding):
-            judge = partial(self._judge, sequence, rows.num_drafts(index), block, index, rows.logit_span(index))
+            judge = partial(
+                self._judge, sequence, rows.num_drafts(index), block, index, rows.logit_span(index)
+            )
             verdicts.append(self._guarded(sequence, partial(judge, output), now_ns))
         for chunk, row in zip((c for c in plan.prefill if c.last), rows.first_token_rows, strict=True):
             judge = partial(self._judge, chunk.sequence, 0, None, 0, slice(row, row + 1))
@@ -401,7 +405,10 @@ class Engine:
                     soft_labels=None,
                     sampled=np.array([not s.request.params.greedy for s in plan.decoding]),
                     altered=np.array(
-                        [s.request.params.alters_logits or v is None for s, v in zip(plan.decoding, verdicts, strict=True)]
+                        [
+                            s.request.params.alters_logits or v is None
+                            for s, v in zip(plan.decoding, verdicts, strict=True)
+                        ]
                     ),
                     num_blocks=int(np.count_nonzero(block.num_tokens)),
                     target_tokens=len(rows.batch.tokens),

@@ -41,7 +41,9 @@ class StepRows:
                 continue
             start, end = self.batch.query_start[index], self.batch.query_start[index + 1]
             first_position = int(self.batch.positions[start])
-            kept.append(np.arange(start, min(end, start + sequence.cached_len - first_position), dtype=np.int32))
+            kept.append(
+                np.arange(start, min(end, start + sequence.cached_len - first_position), dtype=np.int32)
+            )
         return np.concatenate(kept) if kept else np.zeros(0, np.int32)
 
 

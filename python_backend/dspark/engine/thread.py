@@ -67,7 +67,9 @@ class EngineThread:
                 raise EngineError("the engine is stopped and takes no more requests")
             waiting = len(self._open) - self._stats.num_running
             if waiting >= self._max_queue_size:
-                raise CapacityError(f"the queue is full: {waiting} requests wait, max_queue_size is {self._max_queue_size}")
+                raise CapacityError(
+                    f"the queue is full: {waiting} requests wait, max_queue_size is {self._max_queue_size}"
+                )
             self._next_id += 1
             request_id = self._next_id
             self._open[request_id] = request

@@ -46,7 +46,9 @@ class StepBatch:
     page_table: Int32  # [R, max_pages] page ids; entries past a sequence's last page are -1
     slots: Int32  # [T] cache slot (page * page_size + offset) that each row's K/V is written to
     logit_rows: Int32  # [M] rows whose logits are needed, ascending
-    ancestors: Int32 | None = None  # [T, W] bit masks over the sequence's own rows (bit j = row j), None for chains
+    ancestors: Int32 | None = (
+        None  # [T, W] bit masks over the sequence's own rows (bit j = row j), None for chains
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class TokenSampler:
         prompt_ids: the prompt.
         vocab_size: V of the target.
         eos_ids: the model's own end tokens.
+        rule: how sampled drafts are judged; "auto" = "coupled" for a named seed, else "rejection".
 
     Raises:
         RequestError: when a token id of the request is outside the vocabulary.
@@ -67,6 +68,7 @@ class TokenSampler:
         prompt_ids: Sequence[int],
         vocab_size: int,
         eos_ids: Sequence[int],
+        rule: Literal["auto", "rejection", "coupled"] = "auto",
     ) -> None:
         _check_ids("end_id", () if params.end_id in (None, -1) else (params.end_id or 0,), vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -75,6 +77,7 @@ class TokenSampler:
         _check_ids("input_ids", prompt_ids, vocab_size)
         self.params = params
         self.seed = seed
+        self._coupled = rule == "coupled" or (rule == "auto" and params.seed is not None)
         self.vocab_size = vocab_size
         self.end_ids = _end_ids(params, eos_ids)  # tokens that end the answer
         self._history = TokenHistory(
@@ -82,16 +85,11 @@ class TokenSampler:
         )
 
     @property
-    def seeded(self) -> bool:
-        """True when the client named the seed."""
-        return self.params.seed is not None
-
-    @property
     def rule(self) -> VerificationRule:
         """The verification rule that fits how this request's drafts are drawn."""
         if self.params.greedy:
             return "greedy"
-        return "coupled" if self.seeded else "rejection"
+        return "coupled" if self._coupled else "rejection"
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +167,7 @@ class TokenSampler:
         """
         if distribution.token_ids is not None and len(distribution.token_ids) == 1:
             return int(distribution.token_ids[0])
-        if self.seeded:
+        if self._coupled:
             with np.errstate(divide="ignore"):
                 log_probs = np.log(distribution.probs)
             return gumbel_argmax(log_probs, distribution.token_ids, seed=self.seed, position=position)
@@ -192,7 +190,7 @@ class TokenSampler:
         if self.params.greedy:
             return self.greedy_token(logits, drafted=drafted, argmax=argmax)
         row = self._scaled(logits, drafted, None)
-        if self.seeded:
+        if self._coupled:
             return gumbel_argmax(row.log_weights, row.token_ids, seed=self.seed, position=position)
         entry = inverse_cdf(np.exp(row.log_weights), self.uniform(position, Purpose.SAMPLE))
         return entry if row.token_ids is None else int(row.token_ids[entry])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -78,6 +81,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long running requests may take to end when the server stops (default: %(default)g)",
     )
     server.add_argument(
+        "--run",
+        metavar="COMMAND",
+        help="run this command when the server is ready (it finds the address in DSPARK_URL), stop the server "
+        "when it ends, and return its exit status",
+    )
+    server.add_argument(
         "--triton-arg",
         action="append",
         default=[],
@@ -100,6 +109,8 @@ def run_serve(args: argparse.Namespace) -> int:
             with stop.interrupting():
                 server.wait_ready()
             _announce(server)
+            if args.run is not None:
+                return _run_command(args.run, server, stop)
             status = _wait(server, stop)
             return _stop(server, stop) if status is None else _ended(server, status)
     except _Stopped:
@@ -195,6 +206,19 @@ def _wait(server: ServerProcess, stop: _StopSignals) -> int | None:
         if status is not None:
             return status
     return None
+
+
+def _run_command(command: str, server: ServerProcess, stop: _StopSignals) -> int:
+    """Run a command beside the server; return its exit status once both have ended."""
+    environment = {**os.environ, "DSPARK_URL": server.grpc_url}
+    with subprocess.Popen(shlex.split(command), env=environment) as process:
+        while process.poll() is None:
+            if stop.asked.wait(0.1):
+                process.terminate()
+                break
+        status = process.wait()
+    _stop(server, stop)
+    return status
 
 
 def _stop(server: ServerProcess, stop: _StopSignals) -> int:

@@ -1,0 +1,23 @@
+"""One server for all tests of this folder that do not kill it."""
+
+import pytest
+from support.server import command, make_repository, server_process
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory):
+    return make_repository(tmp_path_factory.mktemp("serving"))
+
+
+@pytest.fixture(scope="session")
+def running_server(repository):
+    with server_process(repository, drain_timeout_s=5.0) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server):
+    """The shared server; every page and request must be gone when the test ends."""
+    yield running_server
+    counters = command(running_server, "fast")
+    assert counters["pages_held"] == 0 and counters["num_running"] == 0 and counters["open"] == 0

@@ -1,0 +1,168 @@
+"""How a server starts, stops, breaks and comes back; nothing may be left running."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dspark.errors import ConfigError, EngineError
+from support.server import (
+    Ask,
+    ask,
+    children,
+    command,
+    is_running,
+    killed_at_the_end,
+    server_process,
+    until,
+)  # fmt: skip
+
+pytestmark = pytest.mark.server
+
+LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 3000, "stream": True}
+SHM = Path("/dev/shm")
+
+
+def test_engine_death_fails_every_stream_and_a_reload_brings_the_model_back(repository):
+    with server_process(repository) as server:
+        command(server, "slow")
+        streams = [Ask(server, text_input=f"number {i}", **LONG) for i in range(8)]
+        for stream in streams:
+            stream.next()
+        command(server, "die")
+        replies = [stream.wait() for stream in streams]
+        assert all("[UNAVAILABLE]" in (reply.error or "") for reply in replies)
+        late = ask(server, text_input="x")
+        assert late.error is not None and "[UNAVAILABLE]" in late.error
+
+        (repository / "dspark" / "1" / "model.py").touch()
+        assert server._http("/v2/repository/models/dspark/load", body={}, timeout_s=60) is not None
+        assert ask(server, text_input="x", max_tokens=3).error is None
+        pids = [server.pid, *children(server.pid)]
+    assert not any(is_running(pid) for pid in pids)
+    assert not list(SHM.glob("dspark-server-*"))
+
+
+def test_running_requests_end_when_the_server_stops_in_time(repository):
+    server = server_process(repository)
+    with server:
+        command(server, "slow")
+        running = Ask(server, text_input="x", **{**LONG, "max_tokens": 60})
+        running.next()
+        assert server.stop(drain_timeout_s=20) == 0
+        reply = running.wait()
+    assert reply.error is None and len(reply.ids) == 60 and reply.finals == 1
+
+
+def test_requests_that_outlive_the_drain_get_an_error_and_the_server_ends(repository):
+    server = server_process(repository)
+    with server:
+        command(server, "slow")
+        running = Ask(server, text_input="x", **LONG)
+        running.next()
+        pids = [server.pid, *children(server.pid)]
+        started_s = time.monotonic()
+        assert server.stop(drain_timeout_s=0.5) == 0
+        assert time.monotonic() - started_s < 12
+        reply = running.wait()
+    assert reply.error is not None and "[UNAVAILABLE]" in reply.error
+    assert not any(is_running(pid) for pid in pids)
+
+
+class Serve:
+    """`dspark serve` as a process of its own."""
+
+    def __init__(self, *arguments):
+        code = "import sys; from dspark.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+        ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *ports, *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        )
+        self.said = ""
+
+    def until_says(self, word):
+        for line in self.process.stderr:
+            self.said += line
+            if word in line:
+                return line
+        raise AssertionError(self.said)
+
+    def ends(self, timeout_s=30):
+        _, rest = self.process.communicate(timeout=timeout_s)
+        self.said += rest
+        return self.process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_dspark_serve_stops_cleanly_on_a_signal(repository, tmp_path, number):
+    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log")
+    serve.until_says("ready: grpc 127.0.0.1:")
+    pids = children(serve.process.pid)
+    assert len(pids) >= 2  # the server and the model's process
+    with killed_at_the_end(pids):
+        serve.process.send_signal(number)
+        assert serve.ends() == 0, serve.said
+        until(lambda: not any(is_running(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server"])
+def test_nothing_outlives_a_killed_process(repository, tmp_path, victim):
+    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log")
+    serve.until_says("ready: grpc 127.0.0.1:")
+    pids = children(serve.process.pid)
+    with killed_at_the_end([serve.process.pid, *pids]):
+        os.kill(serve.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
+        until(lambda: not any(is_running(pid) for pid in pids))
+        assert serve.ends() == (-signal.SIGKILL if victim == "launcher" else 1)
+    if victim == "server":
+        assert "ended on its own" in serve.said
+
+
+def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "mamba"}')
+    serve = Serve(
+        "--model-repository", repository, "--target", tmp_path / "target", "--log-file", tmp_path / "log"
+    )
+    with killed_at_the_end([]):
+        assert serve.ends() == 1
+    assert "[INVALID_ARG]" in serve.said and "mamba" in serve.said
+    assert "Traceback" not in serve.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "/nowhere/model.gguf"], "/nowhere/model.gguf"),
+        (["--target", "x", "--policy", ""], "policy"),
+        (["--max-batch-size", "0"], "max_batch_size: got 0, allowed is"),
+        (["--grpc-port", "70000"], "grpc-port: got 70000"),
+        (["--model-repository", "/nowhere", "--target", "x"], "/nowhere"),
+    ],
+)
+def test_dspark_serve_refuses_what_it_cannot_start(repository, arguments, said):
+    if "--model-repository" not in arguments:
+        arguments = ["--model-repository", repository, *arguments]
+    serve = Serve(*arguments)
+    assert serve.ends() == 2
+    assert said in serve.said and "Traceback" not in serve.said
+
+
+def test_a_taken_port_is_named(repository):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = server_process(repository, http_port=port)
+        with pytest.raises(ConfigError, match=f"http-port: got {port} on 127.0.0.1, which cannot be used"):
+            server.start()
+        assert server.stop() is None
+
+
+def test_a_server_that_was_not_started_says_so():
+    with pytest.raises(EngineError, match="not started"):
+        server_process(Path()).pid  # noqa: B018

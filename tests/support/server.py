@@ -1,0 +1,181 @@
+"""A real tritonserver with a tiny model, and a client that shows every response."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc_client
+from dspark.serving.contract import INPUTS_BY_NAME, config_pbtxt
+from dspark.serving.process import ServerOptions, ServerProcess
+
+from support.tiny_models import write_tiny_target
+
+CONTEXT_LEN = 4096
+SETTINGS: dict[str, object] = {
+    "drafter": "ngram",
+    "dtype": "float32",
+    "num_threads": 1,
+    "cache_bytes": 1 << 26,
+}
+
+
+def make_repository(folder: Path) -> Path:
+    """Write a tiny target and a model repository that serves it; return the repository."""
+    target = write_tiny_target(folder / "target", with_tokenizer=True, max_context_len=CONTEXT_LEN, scale=2.0)
+    version = folder / "repository" / "dspark" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(config_pbtxt())
+    shutil.copy(Path(__file__).with_name("server_model.py"), version / "model.py")
+    lines = [f"{name}: {value}" for name, value in {"target": target, **SETTINGS}.items()]
+    (version / "model.yaml").write_text("\n".join(lines) + "\n")
+    return folder / "repository"
+
+
+def server_process(repository: Path, **options: Any) -> ServerProcess:
+    log_file = repository.parent / f"server-{time.monotonic_ns()}.log"
+    given = {"grpc_port": 0, "http_port": 0, "metrics_port": 0, "start_timeout_s": 60.0, **options}
+    return ServerProcess(options=ServerOptions(model_repository=repository, log_file=log_file, **given))
+
+
+@dataclass
+class Reply:
+    """Everything that came back for one request."""
+
+    texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)  # outputs of the last answer
+    error: str | None = None
+    finals: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Ask:
+    """One request on a stream of its own. `wait` reads to the end, `cancel` stops reading and leaves."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        *,
+        request_id: str = "",
+        parameters: dict[str, Any] | None = None,
+        **inputs: Any,
+    ) -> None:
+        self.reply = Reply()
+        self._client = grpc_client.InferenceServerClient(server.grpc_url)
+        self._received: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(
+            lambda result, error: self._received.put((result, error)), stream_timeout=60
+        )
+        self._client.async_stream_infer(
+            "dspark",
+            [tensor(name, value) for name, value in inputs.items()],
+            request_id=request_id,
+            parameters=parameters,
+            enable_empty_final_response=True,
+        )
+
+    def next(self, timeout_s: float = 20) -> bool:
+        """Read one response; return whether it was the last."""
+        result, error = self._received.get(timeout=timeout_s)
+        if error is not None:
+            self.reply.error = str(error.message())
+            return True
+        response = result.get_response()
+        final = response.parameters["triton_final_response"].bool_param
+        self.reply.finals += final
+        outputs = {output.name: result.as_numpy(output.name)[0] for output in response.outputs}
+        if outputs:
+            self.reply.last = outputs
+            self.reply.texts.append(outputs["text_output"][0].decode("utf-8"))
+            self.reply.ids.extend(outputs["output_ids"].tolist() if "output_ids" in outputs else [])
+        return bool(final)
+
+    def wait(self) -> Reply:
+        while not self.next():
+            pass
+        self._client.stop_stream()
+        self._client.close()
+        while not self._received.empty():  # anything behind the last answer is a fault
+            self.reply.finals += 100
+            self._received.get()
+        return self.reply
+
+    def cancel(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+def ask(server: ServerProcess, **inputs: Any) -> Reply:
+    return Ask(server, **inputs).wait()
+
+
+def tensor(name: str, value: Any) -> Any:
+    """Make an input from a Python value; an array is sent as it is."""
+    spec = INPUTS_BY_NAME[name]
+    wire_type = "BYTES" if spec.wire_type == "STRING" else spec.wire_type
+    if not isinstance(value, np.ndarray):
+        values = value if isinstance(value, list) else [value]
+        dtype = {"BYTES": np.object_, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64}.get(
+            wire_type, np.int32
+        )
+        raw = [v.encode() if isinstance(v, str) else v for v in values] if wire_type == "BYTES" else values
+        value = np.array([raw], dtype=dtype)
+    made = grpc_client.InferInput(name, list(value.shape), wire_type)
+    made.set_data_from_numpy(value)
+    return made
+
+
+def command(server: ServerProcess, name: str) -> dict[str, Any]:
+    """Use the test model's back door; return the engine's counters."""
+    counters: dict[str, Any] = json.loads(ask(server, parameters={"test_command": name}, text_input="-").text)
+    return counters
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of all descendants."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def is_running(pid: int) -> bool:
+    """True while the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def killed_at_the_end(pids: list[int]) -> Iterator[None]:
+    """Kill what a failing test left running."""
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
