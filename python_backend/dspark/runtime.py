@@ -66,18 +66,20 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     progress(f"reading {config.target}")
     checkpoint = load_target(config.target)
     spec = resolve_drafter(config.drafter, base=base)
-    feature_layer_ids, block_size = peek_drafter(spec, checkpoint.config)
+    outline = peek_drafter(spec, checkpoint.config)
     executor = choose_executor(config.executor)
     dtype = config.dtype
     target = make_target(
-        checkpoint, executor=executor, dtype=dtype, layer_ids=feature_layer_ids, config=config
+        checkpoint, executor=executor, dtype=dtype, layer_ids=outline.feature_layer_ids, config=config
     )
     progress(f"target {checkpoint.config.architecture}, executor {target.name}, {target.dtype}")
     drafter = load_drafter(
         spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
     )
-    progress(f"drafter {drafter.name}, block {block_size}")
-    scheduler = make_scheduler(config.policy, block_size=block_size, has_confidence=bool(feature_layer_ids))
+    progress(f"drafter {drafter.name}, block {outline.block_size}")
+    scheduler = make_scheduler(
+        config.policy, block_size=outline.block_size, has_confidence=outline.has_confidence
+    )
     limits = engine_limits(config, target, drafter)
     progress(f"cache {limits.num_pages * limits.page_size} tokens in pages of {limits.page_size}")
     return Engine(

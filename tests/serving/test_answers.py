@@ -28,7 +28,7 @@ def test_deltas_joined_equal_the_single_answer(server, sampling):
 
 def test_speculation_does_not_change_the_answer(server):
     request = {
-        "messages": json.dumps([{"role": "user", "content": "Say it again."}]),
+        "messages": json.dumps([{"role": "user", "content": "ab ab ab ab ab ab ab ab"}]),
         "max_tokens": 200,
         **GREEDY,
     }

@@ -149,7 +149,7 @@ def test_last_answer_says_why_and_how(outbox):
     assert answer["acceptance_rate"] == [0.75] and answer["total_draft_tokens"] == [8]
     assert answer["spec_decode_metrics"] == [
         b'{"mean_acceptance_length": 2.5, "draft_acceptance_rate": 0.75, "num_spec_steps": 4, '
-        b'"num_draft_tokens": 8, '  # noqa: E501
+        b'"num_draft_tokens": 8, '
         b'"num_accepted_draft_tokens": 6, "acceptance_histogram": [1, 0, 3], "seed": 9223372036854775808}'
     ]
 

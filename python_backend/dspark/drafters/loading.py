@@ -29,6 +29,7 @@ class DrafterOutline(NamedTuple):
 
     feature_layer_ids: tuple[int, ...]  # -1 = the embedding output
     block_size: int  # G, 0 = never drafts
+    has_confidence: bool = False
 
 
 def peek_drafter(spec: str, target: TargetConfig) -> DrafterOutline:
@@ -42,7 +43,7 @@ def peek_drafter(spec: str, target: TargetConfig) -> DrafterOutline:
     if builtin is not None:
         return DrafterOutline(builtin.feature_layer_ids, builtin.block_size)
     config = load_drafter_checkpoint(spec, target=target).config
-    return DrafterOutline(config.target_layer_ids, config.block_size)
+    return DrafterOutline(config.target_layer_ids, config.block_size, config.enable_confidence_head)
 
 
 def load_drafter(

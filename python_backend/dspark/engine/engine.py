@@ -380,17 +380,10 @@ class Engine:
         draft_s: float,
         verify_s: float,
     ) -> None:
-        """Count, keep step records, and tell the scheduler what happened."""
+        """Count, and tell the scheduler what happened."""
         accepted = np.array([0 if v is None else v.accepted for v in verdicts], np.int32)
-        confidence = block.confidence()
         self._stats.num_steps += 1
-        for index, (sequence, verdict) in enumerate(zip(plan.decoding, verdicts, strict=True)):
-            if verdict is None:
-                continue
-            sequence.record_step(
-                block, confidence, index, verify_len=rows.num_drafts(index), accepted=int(accepted[index])
-            )
-            self._stats.num_spec_steps += rows.num_drafts(index) > 0
+        self._stats.num_spec_steps += int(np.count_nonzero(rows.verify_len))
         self._stats.num_proposed_tokens += int(block.num_tokens.sum())
         self._stats.num_draft_tokens += int(rows.verify_len.sum())
         self._stats.num_accepted_tokens += int(accepted.sum())

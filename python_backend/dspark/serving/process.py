@@ -34,10 +34,10 @@ _POLL_S: Final = 0.05
 # Lines of the server's log that our model wrote: I1129 20:30:11.123456 4711 triton_model.py:180] "reading
 # ..."
 _MODEL_LINE: Final = re.compile(r'^[IWE]\d{4} \S+ \d+ triton_model\.py:\d+\] "?(.*?)"?$')
+# One line, line ends escaped; behind the message comes where it was raised.
 _LOAD_ERROR: Final = re.compile(
-    rf"failed to load '{MODEL_NAME}' version \d+: (?:\w+: )?(?:TritonModelException: )?(.*?)"
-    r"(?=\n\s*\n|\nAt:|\n[IWE]\d{4} |\Z)",
-    re.DOTALL,
+    rf"failed to load '{MODEL_NAME}' version \d+: (?:\w+: )?(?:TritonModelException: )?(.*?)(?:\\n\\nAt:|\"?$)",
+    re.MULTILINE,
 )
 
 
@@ -179,7 +179,7 @@ class ServerProcess:
         text = self.log_path.read_text(errors="replace")
         match = _LOAD_ERROR.search(text)
         if match is not None:
-            return match[1].strip()
+            return match[1].replace("\\n", "\n").replace('\\"', '"').strip()
         errors = [line for line in text.splitlines() if re.match(r"E\d{4} |error", line)]
         lines = errors[-5:] or text.splitlines()[-5:]
         return "\n".join([*lines, f"(the whole log: {self.log_path})"])
