@@ -99,7 +99,6 @@ def test_only_sizes_that_are_needed_must_be_listed() -> None:
         ({"steps_per_second": {"3": 1.0, "9": 0.5}}, "steps_per_second"),
         ({"policy": "fastest"}, "policy"),
         ({"policy": 3}, "policy"),
-        ({"policy": "fixed:3"}, "policy"),
         ({"policy": "lagged"}, "budget"),
         ({"policy": "lagged", "budget": -1}, "budget"),
         ({"budget": 3}, "budget"),

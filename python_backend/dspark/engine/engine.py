@@ -291,11 +291,16 @@ class Engine:
             sequence.cached_len += chunk.count
             self._stats.num_prompt_tokens += chunk.count
         verdicts: list[Verdict | None] = []
+        confidence = block.confidence()
         for index, sequence in enumerate(plan.decoding):
-            judge = partial(
-                self._judge, sequence, rows.num_drafts(index), block, index, rows.logit_span(index)
-            )
-            verdicts.append(self._guarded(sequence, partial(judge, output), now_ns))
+            num_drafts = rows.num_drafts(index)
+            judge = partial(self._judge, sequence, num_drafts, block, index, rows.logit_span(index))
+            verdict = self._guarded(sequence, partial(judge, output), now_ns)
+            if verdict is not None:
+                sequence.record_step(
+                    block, confidence, index, verify_len=num_drafts, accepted=verdict.accepted
+                )
+            verdicts.append(verdict)
         for chunk, row in zip((c for c in plan.prefill if c.last), rows.first_token_rows, strict=True):
             judge = partial(self._judge, chunk.sequence, 0, None, 0, slice(row, row + 1))
             self._guarded(chunk.sequence, partial(judge, output), now_ns)

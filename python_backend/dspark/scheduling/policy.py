@@ -40,7 +40,7 @@ def parse_policy(text: str, *, block_size: int) -> Policy:
 
     Arguments:
         text: the policy as the user wrote it.
-        block_size: G, the most drafts the drafter can make; K may not be above it.
+        block_size: G, the most drafts the drafter can make; a larger K means G.
 
     Raises:
         ConfigError: naming the policy, the value and what is allowed.
@@ -50,10 +50,9 @@ def parse_policy(text: str, *, block_size: int) -> Policy:
         case "none" | "prefix" | "lagged" | "auto" if not colon:
             return Policy(name=name)
         case "fixed":
-            allowed = f"fixed:K with K a whole number from 0 to block_size ({block_size})"
-            if not (value.isascii() and value.isdigit()) or int(value) > block_size:
-                raise ConfigError(f"policy: got {text!r}, allowed is {allowed}")
-            return Policy(name="fixed", num_drafts=int(value))
+            if not (value.isascii() and value.isdigit()):
+                raise ConfigError(f"policy: got {text!r}, allowed is fixed:K with K a whole number >= 0")
+            return Policy(name="fixed", num_drafts=min(int(value), block_size))
         case "threshold":
             allowed = "threshold:P with P a number in [0, 1]"
             try:
