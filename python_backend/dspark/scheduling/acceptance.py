@@ -188,13 +188,13 @@ class SurvivalMemory:
         self._all[(self.num_all + np.arange(len(some))) % self.ALL] = some
         self.num_all += len(some)
 
-    def samples(self, rows: Int64) -> Float64:
-        """Return OWN samples of survival for each sequence [OWN, R, G]; where own are missing, those over
-        all."""
-        count = self._num_own[rows]
-        out = self._own[rows].transpose(1, 0, 2)
-        missing = np.arange(self.OWN)[:, None] >= count[None, :]  # [OWN, R]
-        if missing.any() and self.num_all:
-            newest = self.num_all - 1 - np.arange(missing.size) % min(self.num_all, self.ALL)
-            out = np.where(missing[:, :, None], self._all[newest % self.ALL].reshape(out.shape), out)
-        return np.asarray(out)
+    def samples(self, rows: Int64, *, num: int = OWN) -> Float64:
+        """Return the newest `num` <= OWN samples of each sequence [num, R, G]; missing ones are taken from all."""
+        count = self._num_own[rows].astype(np.int64)
+        back = np.arange(num)[:, None]
+        missing = back >= count[None, :]  # [num, R]
+        out = np.asarray(self._own[rows[None, :], (count[None, :] - 1 - back) % self.OWN])
+        if self.num_all and missing.any():
+            newest = self.num_all - 1 - np.arange(int(missing.sum())) % min(self.num_all, self.ALL)
+            out[missing] = self._all[newest % self.ALL]
+        return out

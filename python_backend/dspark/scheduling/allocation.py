@@ -21,6 +21,7 @@ __all__ = [
     "Candidates",
     "best_num",
     "early_stop_num",
+    "early_stop_nums",
     "lookahead_num",
     "rank_candidates",
     "survival_of",
@@ -83,9 +84,15 @@ def throughput(candidates: Candidates, *, num_sequences: int, seconds: Float64) 
 
 def early_stop_num(theta: Float64) -> int:
     """Return how many candidates are taken while Theta [M+1] rises: up to the first that fails to."""
-    stalls = theta[1:] <= theta[:-1]
-    first = int(stalls.argmax()) if len(stalls) else 0
-    return first if len(stalls) and stalls[first] else len(stalls)
+    return int(early_stop_nums(theta[None])[0])
+
+
+def early_stop_nums(theta: Float64) -> Int64:
+    """Return `early_stop_num` of every row of Theta [S, M+1]."""
+    rises = np.empty(theta.shape, np.bool_)
+    np.greater(theta[:, 1:], theta[:, :-1], out=rises[:, :-1])
+    rises[:, -1] = False
+    return np.asarray(rises.argmin(axis=1))
 
 
 def best_num(theta: Float64) -> int:

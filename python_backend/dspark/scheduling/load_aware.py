@@ -44,6 +44,7 @@ _MARGIN = 1.02  # what estimates alone (no confidence head) must promise before 
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
+_MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 
 
@@ -104,11 +105,17 @@ class LoadAwareScheduler:
         if self._has_confidence:
             if self._memory.num_all == 0:
                 return caps.copy()  # nothing is known yet
-            samples = self._memory.samples(rows) * at_most
+            many = num_sequences * self._block_size > _MANY
+            samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN) * at_most
         else:
             samples = survival_of(self._stats.confidence(rows), caps)[None]
         drafted = plan_drafting(
-            samples, eligible, num_sequences=num_sequences, verify_s=verify_s, draft_s=draft_s
+            samples,
+            eligible,
+            num_sequences=num_sequences,
+            verify_s=verify_s,
+            draft_s=draft_s,
+            early_stop=self._rule == "prefix",
         )
         self._wait[rows[drafted], 0] = _FIRST_WAIT
         drafted = self._probe_blocks(rows, eligible, drafted, draft_s, float(verify_s[0]))
@@ -275,12 +282,23 @@ class LoadAwareScheduler:
         return rows
 
     def _verify_s(self, num_sequences: int, prefill_tokens: int, count: int) -> Float64:
-        return self.cost_model.verify_s(
-            num_sequences + prefill_tokens,
-            count,
-            num_sequences=num_sequences,
-            context_tokens=int(self._context_per_sequence * num_sequences),
+        """Return the seconds of the target pass with 0, 1, ... drafts [count], less what the prompts' rows take.
+
+        Drafts in a pass with many prompt rows cost what they cost there. But the prompts' own time is left
+        out: whoever decodes faster only meets the next prompt sooner, so it is no fixed cost that drafts
+        could share.
+        """
+        context_tokens = int(self._context_per_sequence * num_sequences)
+        first = num_sequences + prefill_tokens
+        seconds = self.cost_model.verify_s(
+            first, count, num_sequences=num_sequences, context_tokens=context_tokens
         )
+        if not prefill_tokens:
+            return seconds
+        alone = self.cost_model.verify_s(
+            num_sequences, 1, num_sequences=num_sequences, context_tokens=context_tokens
+        )
+        return seconds - max(float(seconds[0] - alone[0]), 0.0)
 
     def _remember(self) -> None:
         """Keep the survivals of the step that is over, now that none of its drafts can be chosen any more."""

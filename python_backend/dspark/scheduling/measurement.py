@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -66,7 +67,8 @@ class Bench:
     context_len: int = 0
 
     def fill(self, context_len: int) -> None:
-        """Compute the shared context, features for the drafter included."""
+        """Compute the shared context in whole pages, features for the drafter included."""
+        context_len = max(context_len // self.page_size, 1) * self.page_size
         self.context_len = 0
         for start in range(0, context_len, 128):
             count = min(128, context_len - start)
@@ -103,7 +105,7 @@ class Bench:
                     token_ids=tokens,
                     max_drafts=self.drafter.block_size,
                     sampler=sampler,
-                    pages=[*pages, *own],
+                    pages=np.array([*pages, *own], np.int32),
                 )
             )
         self.drafter.propose(inputs)
@@ -191,19 +193,21 @@ def measure_curve(
     )
     curve = dict(zip(sizes, seconds.tolist(), strict=True))
     for level in range(5):
-        new = _between_jumps(curve)
-        if not new:
+        jumps = _jumps(curve)
+        if not jumps:
             break
+        again = sorted({size for jump in jumps for size in jump})
         more = _rounds(
-            new,
+            again,
             bench.verify,
             clock=clock,
             until=clock() + 0.03 * budget_s,
-            progress=lambda share, size, level=level: progress(
-                0.55 + 0.03 * (level + share), f"cliff near {size} rows"
-            ),
+            progress=partial(_refining, progress, level),
         )
-        curve.update(zip(new, more.tolist(), strict=True))
+        now = dict(zip(again, more.tolist(), strict=True))
+        for low, middle, high in jumps:
+            # Against its neighbours, measured again beside it: the machine may be in another mood than before.
+            curve[middle] = now[middle] * ((curve[low] / now[low]) * (curve[high] / now[high])) ** 0.5
     sizes = sorted(curve)
     verify_s = rising(np.array([curve[size] for size in sizes]))
 
@@ -238,6 +242,10 @@ def measure_curve(
     return result
 
 
+def _refining(progress: Progress, level: int, share: float, size: int) -> None:
+    progress(0.55 + 0.03 * (level + share), f"cliffs up to {size} rows")
+
+
 def rising(seconds: Float64) -> Float64:
     """Return the non-falling curve nearest to `seconds` (least squares on the logarithm).
 
@@ -250,7 +258,7 @@ def rising(seconds: Float64) -> Float64:
             last, count = values.pop()
             before, number = values[-1]
             values[-1] = [(before * number + last * count) / (number + count), number + count]
-    return np.exp(np.repeat([v for v, _ in values], [int(n) for _, n in values]))
+    return np.asarray(np.exp(np.repeat([v for v, _ in values], [int(n) for _, n in values])))
 
 
 def _rounds(
@@ -275,21 +283,19 @@ def _rounds(
         rounds.append(times)
         share = max((clock() - started) / max(until - started, 1e-9), len(rounds) / _MOST_ROUNDS)
         progress(min(share, 1.0), sizes[-1])
-    return np.maximum(np.median(np.array(rounds), axis=0), 1e-9)
+    return np.asarray(np.maximum(np.median(np.array(rounds), axis=0), 1e-9))
 
 
-def _between_jumps(curve: dict[int, float]) -> list[int]:
-    """Return sizes half way between neighbours that are farther apart in time than their slope explains."""
+def _jumps(curve: dict[int, float]) -> list[tuple[int, int, int]]:
+    """Return neighbours that are farther apart in time than their slope explains, and the size between them."""
     sizes = sorted(curve)
-    new = []
-    for low, high in pairwise(sizes):
-        if high - low < 2:
-            continue
-        overall = (curve[sizes[-1]] - curve[sizes[0]]) / (sizes[-1] - sizes[0])
-        jump = curve[high] - curve[low] - max(overall, 0.0) * (high - low)
-        if jump > _CLIFF * curve[low]:
-            new.append((low + high) // 2)
-    return new
+    overall = (curve[sizes[-1]] - curve[sizes[0]]) / (sizes[-1] - sizes[0])
+    return [
+        (low, (low + high) // 2, high)
+        for low, high in pairwise(sizes)
+        if high - low > 1
+        and curve[high] - curve[low] - max(overall, 0.0) * (high - low) > _CLIFF * curve[low]
+    ]
 
 
 def _context_cost(bench: Bench, *, clock: Clock, budget_s: float, limit: int) -> tuple[float, float]:

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import numpy as np
 
+from dspark.scheduling.allocation import early_stop_nums
 from dspark.scheduling.interface import Bool, Float64
 
 __all__ = ["plan_drafting"]
 
 _MARGIN = 1.01  # drafting must promise this much more than not drafting
-_EXACT = 512  # up to this many candidates per sample the stopping point is searched, beyond it is estimated
+_MANY = 256  # candidates beyond which one sample is enough
 
 
 def plan_drafting(
-    samples: Float64, eligible: Bool, *, num_sequences: int, verify_s: Float64, draft_s: Float64
+    samples: Float64,
+    eligible: Bool,
+    *,
+    num_sequences: int,
+    verify_s: Float64,
+    draft_s: Float64,
+    early_stop: bool = False,
 ) -> Bool:
     """Choose the sequences worth drafting.
 
@@ -29,7 +36,8 @@ def plan_drafting(
         eligible: [R] sequences that may draft at all.
         num_sequences: R.
         verify_s: [>= R*G + 1] seconds of the target pass with 0, 1, ... drafts.
-        draft_s: [R] seconds of drafting 1, 2, ... blocks.
+        draft_s: [>= number eligible] seconds of drafting 1, 2, ... blocks.
+        early_stop: drafts are going to be taken only up to the first that does not raise the throughput.
 
     Returns:
         bool [R].
@@ -39,8 +47,9 @@ def plan_drafting(
     if num_eligible == 0:
         return none
     plain = num_sequences / float(verify_s[0])
+    everyone = samples if num_eligible == num_sequences else samples[:, eligible]
     all_rate, num_kept = _rate(
-        samples[:, eligible], num_sequences, verify_s, float(draft_s[num_eligible - 1])
+        everyone, num_sequences, verify_s, float(draft_s[num_eligible - 1]), early_stop
     )
     rate = max(plain, all_rate)
     reach = max(num_kept, min(num_sequences, len(verify_s) - 1), 1)
@@ -55,34 +64,24 @@ def plan_drafting(
         best, chosen = all_rate, eligible
     num_few = int(few.sum())
     if 0 < num_few < num_eligible:
-        few_rate, _ = _rate(samples[:, few], num_sequences, verify_s, float(draft_s[num_few - 1]))
+        few_rate, _ = _rate(samples[:, few], num_sequences, verify_s, float(draft_s[num_few - 1]), early_stop)
         if few_rate > best:
             chosen = few
     return chosen
 
 
-def _rate(samples: Float64, num_sequences: int, verify_s: Float64, draft_s: float) -> tuple[float, int]:
+def _rate(
+    samples: Float64, num_sequences: int, verify_s: Float64, draft_s: float, early_stop: bool
+) -> tuple[float, int]:
     """Return the mean throughput when these blocks [S, n, G] are drafted, and the drafts kept of one step."""
-    num_samples = len(samples)
-    flat = samples.reshape(num_samples, -1)
-    num = flat.shape[1]
-    if num <= _EXACT:
-        ordered = -np.sort(-flat, axis=1)
-        tokens = num_sequences + np.cumsum(ordered, axis=1)
-        theta = tokens / (verify_s[1 : num + 1] + draft_s)
-        rates = np.maximum(theta.max(axis=1), num_sequences / (float(verify_s[0]) + draft_s))
-        kept = int(np.where(theta.max(axis=1) >= rates, theta.argmax(axis=1) + 1, 0).mean())
-        return float(rates.mean()), kept
-    # Many candidates: the sample of one step is representative, and the value to stop at is found by halving.
-    one = flat[0]
-    row_s = float(verify_s[num] - verify_s[0]) / num
-    rate, kept = num_sequences / (float(verify_s[0]) + draft_s), 0
-    for _ in range(4):
-        keep = one > rate * row_s
-        kept = int(keep.sum())
-        new = (num_sequences + float(one[keep].sum())) / (float(verify_s[kept]) + draft_s)
-        if new <= rate:
-            break
-        rate = new
-        row_s = float(verify_s[kept] - verify_s[0]) / kept if kept else row_s
-    return rate, kept
+    flat = samples.reshape(len(samples), -1)
+    if flat.shape[1] > _MANY:  # many sequences: one step is as good as their mean
+        flat = flat[:1]
+    ordered = -np.sort(-flat.astype(np.float32), axis=1)
+    tokens = np.empty((len(flat), flat.shape[1] + 1))
+    tokens[:, 0] = num_sequences
+    np.cumsum(ordered, axis=1, out=tokens[:, 1:])
+    tokens[:, 1:] += num_sequences
+    theta = tokens / (verify_s[: tokens.shape[1]] + draft_s)
+    kept = early_stop_nums(theta) if early_stop else theta.argmax(axis=1)
+    return float(np.take_along_axis(theta, kept[:, None], axis=1).mean()), int(kept.mean())

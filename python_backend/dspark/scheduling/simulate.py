@@ -20,7 +20,7 @@ from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.simulation import RunResult, simulate
 from dspark.scheduling.traffic import Acceptance, arrivals_of, load_acceptance
 
-__all__ = ["EXAMPLES", "add_simulate_arguments", "run_simulate"]
+__all__ = ["EXAMPLES", "add_simulate_arguments", "client_command", "run_simulate"]
 
 EXAMPLES = ("cpu", "gpu")
 _POLICIES = "none,fixed:1,fixed:3,fixed:7,auto"
@@ -127,7 +127,8 @@ def _acceptance(name: str) -> Acceptance:
     return load_acceptance(Path(name))
 
 
-_HEADER = f"{'load':>14} {'policy':>14} {'tokens/s':>10} {'per user':>9} {'verify':>7} {'drafted':>8} {'tokens/step':>12}"
+_COLUMNS = (("load", 14), ("policy", 14), ("tokens/s", 10), ("per user", 9), ("verify", 7), ("drafted", 8))
+_HEADER = " ".join(f"{name:>{width}}" for name, width in (*_COLUMNS, ("tokens/step", 12)))
 
 
 def _row(r: RunResult) -> str:
@@ -147,29 +148,22 @@ def _draw(results: Sequence[RunResult], out: Path) -> list[Path]:
     except ImportError:
         print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         return []
-    policies = list(dict.fromkeys(r.policy for r in results))
-    paths = []
-    for name, x, y, labels in (
-        (
-            "throughput.png",
-            lambda r: r.user_tokens_per_second,
-            lambda r: r.tokens_per_second,
-            ("tokens/s of one user", "tokens/s of all users"),
-        ),
-        (
-            "verify_len.png",
-            lambda r: r.mean_running,
-            lambda r: r.mean_verify_len,
-            ("sequences decoding", "drafts verified per sequence and step"),
-        ),
-    ):
+    pictures = {
+        "throughput.png": ("tokens/s of one user", "tokens/s of all users"),
+        "verify_len.png": ("sequences decoding", "drafts verified per sequence and step"),
+    }
+    for name, (x_label, y_label) in pictures.items():
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for policy in policies:
+        for policy in dict.fromkeys(r.policy for r in results):
             mine = sorted((r for r in results if r.policy == policy), key=lambda r: r.mean_running)
-            style = {"linewidth": 2.5, "color": "black"} if policy == "auto" else {"linewidth": 1.2}
-            axes.plot([x(r) for r in mine], [y(r) for r in mine], marker="o", label=policy, **style)
-        axes.set_xlabel(labels[0])
-        axes.set_ylabel(labels[1])
+            if name == "throughput.png":
+                x, y = [r.user_tokens_per_second for r in mine], [r.tokens_per_second for r in mine]
+            else:
+                x, y = [r.mean_running for r in mine], [r.mean_verify_len for r in mine]
+            width = 2.5 if policy == "auto" else 1.2
+            axes.plot(x, y, marker="o", label=policy, linewidth=width)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
         axes.set_xscale("log", base=2)
         if name == "throughput.png":
             axes.set_yscale("log", base=2)
@@ -177,5 +171,14 @@ def _draw(results: Sequence[RunResult], out: Path) -> list[Path]:
         axes.legend()
         figure.savefig(out / name, dpi=120)
         plt.close(figure)
-        paths.append(out / name)
-    return paths
+    return [out / name for name in pictures]
+
+
+class _SimulateCommand:
+    """What the entry point `simulate` of the group `dspark_client.commands` gives."""
+
+    add_arguments = staticmethod(add_simulate_arguments)
+    run = staticmethod(run_simulate)
+
+
+client_command = _SimulateCommand()
