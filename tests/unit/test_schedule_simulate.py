@@ -117,20 +117,8 @@ def test_an_unusable_acceptance_file_is_refused(tmp_path: Path, content: object,
 def test_the_command_writes_numbers_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_simulate_arguments(parser)
-    args = parser.parse_args(
-        [
-            "--capacity",
-            "cpu",
-            "--arrivals",
-            "closed:2",
-            "closed:8",
-            "--policies",
-            "none,auto",
-            "--steps",
-            "60",
-        ]
-        + ["--out", str(tmp_path)]
-    )
+    options = "--capacity cpu --arrivals closed:2 closed:8 --policies none,auto --steps 60"
+    args = parser.parse_args([*options.split(), "--out", str(tmp_path)])
     assert run_simulate(args) == 0
     runs = json.loads((tmp_path / "simulate.json").read_text())["runs"]
     assert [(r["arrivals"], r["policy"]) for r in runs] == [
