@@ -203,3 +203,15 @@ def test_a_slow_first_step_does_not_stick() -> None:
     for seconds in (0.5, 0.010, 0.010, 0.010):
         model.observe(step(target_tokens=1, verify_s=seconds))
     assert model.verify_s(1, 1)[0] == pytest.approx(0.010, rel=0.05)
+
+
+def test_more_rows_never_cost_less_whatever_was_seen() -> None:
+    model = CostModel()
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        rows = int(rng.integers(1, 40))
+        odd = 1.6 if rows == 2 else 1.0  # a size that only ever comes with other work
+        model.observe(
+            step(target_tokens=rows, verify_s=odd * (0.010 + 0.0005 * rows) * float(rng.uniform(0.8, 1.2)))
+        )
+    assert (np.diff(model.verify_s(1, 100)) >= 0).all()

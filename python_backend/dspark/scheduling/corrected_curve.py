@@ -132,8 +132,10 @@ class CorrectedCurve:
         seen = self._local_weight > self._unseen_weight
         if seen.any():  # sizes never seen go the way of their nearest neighbours that were
             self._local = np.interp(_LOG_KNOTS, _LOG_KNOTS[seen], self._local[seen])
-        self._table = self._base * np.exp(
-            self._log_factor + np.interp(self._log_sizes, _LOG_KNOTS, self._local)
-        )
+        table = self._base * np.exp(self._log_factor + np.interp(self._log_sizes, _LOG_KNOTS, self._local))
+        # More rows never cost less: half way between the lowest curve above the table and the highest below it.
+        above = np.maximum.accumulate(table)
+        below = np.minimum.accumulate(table[::-1])[::-1]
+        self._table = 0.5 * (above + below)
         self._table.flags.writeable = False
         self._age = 0
