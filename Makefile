@@ -39,7 +39,7 @@ check: setup ## format, lint, types
 	$(BIN)/mypy
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m dspark_build.bench
 
 clean: ## remove what the targets made

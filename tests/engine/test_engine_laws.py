@@ -10,7 +10,6 @@ from dspark.engine.engine import Engine
 from dspark.errors import RequestError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark_plugins.native import native_available
-
 from support.chi_square import assert_distributed_as
 from support.engines import answers, make_engine, make_request, run
 from support.tiny_drafters import write_good_drafter, write_tiny_drafter
