@@ -35,7 +35,8 @@ def test_speculation_does_not_change_the_answer(server):
     plain = ask(server, **request, num_draft_tokens=0, return_perf_metrics=True)
     speculative = ask(server, **request, return_perf_metrics=True)
     assert speculative.ids == plain.ids
-    assert plain.last["total_draft_tokens"][0] == 0 < speculative.last["total_draft_tokens"][0]
+    assert plain.last["total_draft_tokens"][0] == 0
+    assert speculative.last["total_accepted_draft_tokens"][0] > 0
 
 
 def test_all_forms_of_prompt_are_the_same_prompt(server):

@@ -18,11 +18,13 @@ import tritonclient.grpc as grpc_client
 from dspark.serving.contract import INPUTS_BY_NAME, config_pbtxt
 from dspark.serving.process import ServerOptions, ServerProcess
 
+from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
 
 CONTEXT_LEN = 4096
 SETTINGS: dict[str, object] = {
-    "drafter": "ngram",
+    "drafter": "auto",
+    "policy": "fixed:4",
     "dtype": "float32",
     "num_threads": 1,
     "cache_bytes": 1 << 26,
@@ -36,6 +38,7 @@ def make_repository(folder: Path) -> Path:
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(config_pbtxt())
     shutil.copy(Path(__file__).with_name("server_model.py"), version / "model.py")
+    write_good_drafter(version / "drafter", target)  # what `auto` finds
     lines = [f"{name}: {value}" for name, value in {"target": target, **SETTINGS}.items()]
     (version / "model.yaml").write_text("\n".join(lines) + "\n")
     return folder / "repository"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +28,6 @@ from dspark.serving.watch import RUN_DIR_VARIABLE, RunDir
 
 __all__ = ["ServerOptions", "ServerProcess"]
 
-_SHM: Final = Path("/dev/shm")
 _POLL_S: Final = 0.05
 # Lines of the server's log that our model wrote: I1129 20:30:11.123456 4711 triton_model.py:180] "reading
 # ..."
@@ -53,7 +51,7 @@ class ServerOptions:
     log_file: Path | None = None  # None = in the state folder
     start_timeout_s: float = 600.0
     drain_timeout_s: float = 60.0  # running requests may take so long to end when the server stops
-    kill_timeout_s: float = 10.0  # then the server may take so long to exit
+    kill_timeout_s: float = 5.0  # then the server may take so long to exit before it is killed
     triton_arguments: tuple[str, ...] = ()
 
 
@@ -137,8 +135,7 @@ class ServerProcess:
         run_root = state_dir() / "run"
         run_root.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="server-", dir=run_root))
-        self._run_dir = RunDir(path=path, launcher_pid=os.getpid(), overrides=self.settings)
-        self._run_dir.write()
+        self._run_dir = RunDir.create(path, overrides=self.settings)
         self.log_path = self.options.log_file or state_dir() / "logs" / f"tritonserver-{self.grpc_port}.log"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.progress(f"starting {install.binary} (log: {self.log_path})")
@@ -208,7 +205,7 @@ class ServerProcess:
             f"--metrics-address={options.host}",
             f"--metrics-port={self.metrics_port}",
             f"--exit-timeout-secs={exit_timeout_s}",
-            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self._run_dir.shm_prefix}",
             *options.triton_arguments,
         ]
         if install.backend_dir is not None:
@@ -231,58 +228,57 @@ class ServerProcess:
 
     # ---- stop ----
 
-    def stop(self, *, drain_timeout_s: float | None = None) -> int | None:
-        """Take nothing new, let what runs end, stop the server; return its exit status (None: never started).
+    def stop(self, *, drain_timeout_s: float | None = None) -> bool:
+        """Take nothing new, let what runs end, stop the server; return whether every request could end.
 
         Arguments:
-            drain_timeout_s: how long running requests may take; the rest gets an error. None = as the
-                options say.
+            drain_timeout_s: how long running requests may take; the rest gets an error. None = as the options
+                say.
         """
-        process = self._process
-        if process is None:
-            self._clean_up()
-            return None
-        if process.poll() is None:
-            self._drain(self.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s)
-            self._end(process)
+        drained = True
+        if self._process is not None and self._process.poll() is None:
+            drained = self._drain(
+                self.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+            )
+            self._end(self._process)
         self._clean_up()
-        return process.returncode
+        return drained
 
     def hurry(self) -> None:
         """Cut short the drain of a `stop` that another thread is in: what still runs gets an error now."""
         self._hurry.set()
 
-    def _drain(self, timeout_s: float) -> None:
+    def _drain(self, timeout_s: float) -> bool:
+        """Drain the model, by our own means: Triton's unload and exit both hang on a client's idle stream."""
+        if not self.is_ready():  # still loading, or lost: nothing can be open
+            return True
         assert self._run_dir is not None
-        # Triton's own exit crashes or hangs while streams are open, so the model is unloaded first.
-        if not self.is_ready():
-            return
-        self._http(f"/v2/repository/models/{MODEL_NAME}/unload", body={}, timeout_s=5.0)
-        if self._wait_unloaded(timeout_s):
-            return
-        self._run_dir.ask_to_stop()
+        self._run_dir.say("drain")
+        if self._wait_drained(timeout_s):
+            return True
+        self._run_dir.say("stop")
         self._hurry.clear()
-        self._wait_unloaded(self.options.kill_timeout_s)
+        self._wait_drained(self.options.kill_timeout_s)
+        return False
 
-    def _wait_unloaded(self, timeout_s: float) -> bool:
+    def _wait_drained(self, timeout_s: float) -> bool:
+        assert self._run_dir is not None
         end_s = time.monotonic() + timeout_s
-        while True:
-            index = self._http("/v2/repository/index", body={}, timeout_s=2.0)
-            if index is None:  # the server itself is gone
-                return True
-            entries = [entry for entry in json.loads(index) if entry.get("name") == MODEL_NAME]
-            if not any(entry.get("state") in ("READY", "UNLOADING", "LOADING") for entry in entries):
+        while self.poll() is None:
+            if self._run_dir.was_said("drained"):
                 return True
             if time.monotonic() >= end_s or self._hurry.is_set():
                 return False
             time.sleep(_POLL_S)
+        return False
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         try:
             process.wait(self.options.kill_timeout_s)
         except subprocess.TimeoutExpired:
-            self.progress("tritonserver does not end; killing it")
+            # It waits for clients that keep their streams open; no answer is owed to them any more.
+            self.progress("ending tritonserver, which waits for idle clients")
         # The group holds the model's process, too, should the server have left it behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -290,17 +286,10 @@ class ServerProcess:
 
     def _clean_up(self) -> None:
         if self._run_dir is not None:
-            for region in _SHM.glob(f"{self._shm_prefix}*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self._run_dir.path, ignore_errors=True)
+            self._run_dir.remove()
             self._run_dir = None
 
     # ---- small things ----
-
-    @property
-    def _shm_prefix(self) -> str:
-        assert self._run_dir is not None
-        return f"dspark-{self._run_dir.path.name}"
 
     @property
     def _reachable_host(self) -> str:

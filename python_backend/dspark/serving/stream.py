@@ -9,6 +9,7 @@ seam.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -66,13 +67,12 @@ class ResponseStream:
         self.parsed = ParsedRequest()
         self.cancelled = False
         self._outbox = outbox
-        self._sender = sender
+        self._sender: ResponseSender | None = sender  # None once closed
         # Guarded by the outbox's lock.
         self._pending: list[RequestOutput] = []
         self._queued = False  # in the outbox's queue
         self._ending = False  # its last output is in _pending or sent
         # Of the outbox thread alone.
-        self._closed = False  # the final flag has been sent
         self._echoed = False
 
     def emit(self, output: RequestOutput) -> None:
@@ -94,32 +94,34 @@ class ResponseStream:
     # ---- outbox thread only ----
 
     def _poll(self) -> None:
-        if not self.cancelled and self._sender.is_cancelled():
+        if not self.cancelled and self._sender is not None and self._sender.is_cancelled():
             self.cancelled = True
 
     def _send(self, outputs: list[RequestOutput]) -> bool:
         """Send what has piled up as one response; return True once the stream is closed."""
-        if self._closed:
+        sender = self._sender
+        if sender is None:
             return True
+        if outputs[-1].final:
+            # Triton keeps the request, and with it the model, until its sender is garbage; whoever still holds this
+            # stream (a finished sequence, say) must not hold the sender.
+            self._sender = None
         try:
             error = outputs[-1].error
             delta = outputs if error is None else outputs[:-1]
             if delta and (error is None or self.parsed.stream):
                 arrays = answer_arrays(self.parsed, delta, echo=not self._echoed)
                 self._echoed = True
-                self._closed = delta[-1].final
-                self._sender.send(arrays, final=self._closed)
+                sender.send(arrays, final=delta[-1].final)
             if error is not None:
-                self._closed = True
-                self._sender.fail(*wire_error(error))
+                sender.fail(*wire_error(error))
         except Exception as failure:  # this request's own code path: it fails alone
             _log.exception("a response could not be sent; the request is failed")
-            self._closed = True
-            try:
-                self._sender.fail(*wire_error(failure))
-            except Exception:
-                _log.exception("the failure could not be sent either")
-        return self._closed
+            self._sender = None
+            self.cancelled = True  # the engine need not go on with it
+            with contextlib.suppress(Exception):  # then the final flag had left before
+                sender.fail(*wire_error(failure))
+        return self._sender is None
 
 
 def answer_arrays(
@@ -207,6 +209,11 @@ class Outbox:
         if stopping:
             stream.fail(EngineError("the model is being unloaded; send the request again later"))
         return stream
+
+    @property
+    def num_open(self) -> int:
+        """Streams that have not sent their final flag."""
+        return len(self._open)
 
     def find(self, client_id: str) -> list[ResponseStream]:
         """Return the open streams whose request id the client chose so."""

@@ -66,7 +66,7 @@ class TritonPythonModel:
         _log_to_triton()
         run_dir = RunDir.of_environment()
         self._runtime: Runtime | None = None
-        watch_parents(run_dir, on_stop=self._stop_engine)
+        watch_parents(run_dir, self)
         try:
             overrides = _parameters_of_config(args["model_config"])
             overrides.update({} if run_dir is None else run_dir.overrides)
@@ -76,7 +76,6 @@ class TritonPythonModel:
         except Exception as error:
             _log.exception("loading failed")
             raise pb_utils.TritonModelException(wire_error(error)[1]) from None
-        self._runtime = runtime
         self._limits = ModelLimits(
             vocab_size=runtime.target_config.vocab_size,
             # A cache smaller than one context bounds a sequence, too.
@@ -85,6 +84,7 @@ class TritonPythonModel:
             ),
         )
         self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
+        self._runtime = runtime
         _log.info("ready (process %d)", os.getpid())
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -143,10 +143,19 @@ class TritonPythonModel:
                 other.cancel()
         stream.emit(RequestOutput(request_id=-1, text="", finish_reason="cancelled"))
 
-    def _stop_engine(self) -> None:
-        """Fail what is still running: the time to drain is over."""
+    def begin_drain(self) -> None:
+        """Take no more requests."""
+        if self._runtime is not None:
+            self._runtime.engine.drain(0.0)
+
+    def stop_running(self) -> None:
+        """Fail every open request."""
         if self._runtime is not None:
             self._runtime.engine.close()
+
+    def num_open(self) -> int:
+        """Return the number of requests without a final answer."""
+        return 0 if self._runtime is None else self._outbox.num_open
 
 
 def _array(tensor: Any) -> np.ndarray[Any, np.dtype[Any]]:

@@ -1,8 +1,10 @@
-"""Keeps a model process from outliving its server, and its server from outliving the launcher.
+"""What launcher and model process tell each other beside Triton, and what keeps either from outliving the other.
 
-Triton's Python backend leaves a model process behind when the server is killed; the launcher cannot reach
-the model when the time to drain is over. Both are cured by one daemon thread that looks around twice a
-second.
+Three gaps of Triton are closed here. Its Python backend leaves a model process behind when the server is
+killed. It cannot be told to drain: an unload, and SIGTERM as well, wait for ever for a client that keeps a
+finished stream open. And a model cannot be told that the time to drain is over. One daemon thread in the
+model process looks around five times a second: at its server, at its launcher, and at the files of a folder
+that the launcher made.
 """
 
 from __future__ import annotations
@@ -11,38 +13,58 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-__all__ = ["RUN_DIR_VARIABLE", "RunDir", "watch_parents"]
+__all__ = ["RUN_DIR_VARIABLE", "RunDir", "Served", "watch_parents"]
 
 # Not DSPARK_...: those are settings of the model.
 RUN_DIR_VARIABLE: Final = "_DSPARK_RUN_DIR"
-_INTERVAL_S: Final = 0.5
-_GRACE_S: Final = 10.0
+_INTERVAL_S: Final = 0.2
+_GRACE_S: Final = 5.0
 
 _log = logging.getLogger("dspark.serving")
 
 
+class Served(Protocol):
+    """What can be asked of a model, from the watching thread; each call returns at once."""
+
+    def begin_drain(self) -> None:
+        """Take no more requests."""
+
+    def stop_running(self) -> None:
+        """Fail every open request."""
+
+    def num_open(self) -> int:
+        """Return the number of requests without a final answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """What launcher and model tell each other, as files of one folder.
+    """The launcher's folder. It says `drain`, then perhaps `stop`; the model says `drained`.
 
     `overrides` are the settings given on the launcher's command line; they win over the model's own files.
     """
 
     path: Path
     launcher_pid: int
+    launcher_started: str  # tells the launcher from a later process of the same id
     overrides: Mapping[str, object] = field(default_factory=dict)
 
-    def write(self) -> None:
-        content = {"launcher_pid": self.launcher_pid, "overrides": dict(self.overrides)}
-        (self.path / "run.json").write_text(json.dumps(content, default=str))
+    @classmethod
+    def create(cls, path: Path, *, overrides: Mapping[str, object]) -> RunDir:
+        """Write the folder of this process, which is the launcher."""
+        pid = os.getpid()
+        run_dir = cls(path=path, launcher_pid=pid, launcher_started=_started(pid) or "", overrides=overrides)
+        content = {"pid": pid, "started": run_dir.launcher_started, "overrides": dict(overrides)}
+        (path / "run.json").write_text(json.dumps(content, default=str))
+        return run_dir
 
     @classmethod
     def of_environment(cls) -> RunDir | None:
@@ -50,70 +72,93 @@ class RunDir:
         given = os.environ.get(RUN_DIR_VARIABLE)
         if not given:
             return None
-        path = Path(given)
-        content = json.loads((path / "run.json").read_text())
-        return cls(path=path, launcher_pid=content["launcher_pid"], overrides=content["overrides"])
-
-    def ask_to_stop(self) -> None:
-        """Ask the model to fail what is still running."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "stop").touch()
+        content = json.loads((Path(given) / "run.json").read_text())
+        return cls(
+            path=Path(given),
+            launcher_pid=content["pid"],
+            launcher_started=content["started"],
+            overrides=content["overrides"],
+        )
 
     @property
-    def stop_asked(self) -> bool:
-        return (self.path / "stop").exists()
+    def launcher_lives(self) -> bool:
+        return _started(self.launcher_pid) == self.launcher_started
+
+    def say(self, word: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the other side has cleaned up
+            (self.path / word).touch()
+
+    def was_said(self, word: str) -> bool:
+        return (self.path / word).exists()
+
+    @property
+    def shm_prefix(self) -> str:
+        """Start of the names of the server's shared memory regions."""
+        return f"dspark-{self.path.name}"
+
+    def remove(self) -> None:
+        """Remove the folder, and the shared memory that a killed server leaves behind."""
+        for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
-def watch_parents(run_dir: RunDir | None, *, on_stop: Callable[[], None]) -> threading.Thread:
-    """Start the watch: exit with the server, end the server with its launcher, stop when asked.
-
-    `on_stop` is called once, from the watching thread.
-    """
-    server_pid = os.getppid()
-    thread = threading.Thread(
-        target=_watch, args=(server_pid, run_dir, on_stop), name="dspark-watch", daemon=True
-    )
-    thread.start()
-    return thread
+def watch_parents(run_dir: RunDir | None, served: Served) -> None:
+    """Start the watch of a model process: exit with the server, end the server with its launcher, drain and stop."""
+    threading.Thread(
+        target=_watch, args=(os.getppid(), run_dir, served), name="dspark-watch", daemon=True
+    ).start()
 
 
-def _watch(server_pid: int, run_dir: RunDir | None, on_stop: Callable[[], None]) -> None:
-    stopped = False
-    while True:
+def _watch(server_pid: int, run_dir: RunDir | None, served: Served) -> None:
+    while os.getppid() == server_pid:
         time.sleep(_INTERVAL_S)
-        if os.getppid() != server_pid:
-            os._exit(1)
         if run_dir is None:
             continue
-        launcher_gone = not _is_running(run_dir.launcher_pid)
-        if not stopped and (launcher_gone or run_dir.stop_asked):
-            stopped = True
-            _log.warning(
-                "stopping: %s", "the launcher has gone" if launcher_gone else "the time to drain is over"
-            )
-            on_stop()
-        if launcher_gone:
-            _end_server(server_pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _end_server(server_pid: int) -> None:
-    """End the server that started this process, and with it this process."""
-    for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-        if os.getppid() != server_pid:
-            break
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server_pid, sig)
-        end_s = time.monotonic() + patience_s
-        while time.monotonic() < end_s and os.getppid() == server_pid:
-            time.sleep(0.1)
+        if not run_dir.launcher_lives:
+            _log.warning("the launcher has gone: ending the server")
+            served.stop_running()
+            _end_server(server_pid, run_dir)
+        if run_dir.was_said("drain"):
+            _drain(server_pid, run_dir, served)
+            return
     os._exit(1)
+
+
+def _drain(server_pid: int, run_dir: RunDir, served: Served) -> None:
+    """Take no more requests, say when the last has ended; stay until the server goes."""
+    served.begin_drain()
+    stopped = drained = False
+    while os.getppid() == server_pid:
+        if not stopped and (run_dir.was_said("stop") or not run_dir.launcher_lives):
+            stopped = True
+            _log.warning("the time to drain is over: failing %d open requests", served.num_open())
+            served.stop_running()
+        if not drained and served.num_open() == 0:
+            drained = True
+            run_dir.say("drained")
+        if not run_dir.launcher_lives:
+            _end_server(server_pid, run_dir)
+        time.sleep(_INTERVAL_S / 10)
+    os._exit(1)
+
+
+def _end_server(server_pid: int, run_dir: RunDir) -> None:
+    """End the server that started this process and clean up, since the launcher cannot; then end this process."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server_pid, number)
+        end_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < end_s and os.getppid() == server_pid:
+            time.sleep(0.05)
+    run_dir.remove()
+    os._exit(1)
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started (clock ticks since boot), None when it has ended (zombies have)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
