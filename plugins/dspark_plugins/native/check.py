@@ -1,6 +1,6 @@
-"""Builds the native code under sanitizers and runs its driver: `python -m dspark_plugins.native.check [NAME ...]`.
+"""Runs the native code under sanitizers: `python -m dspark_plugins.native.check [NAME ...]`.
 
-Names are `address` (with leaks and undefined behaviour) and `thread`; both without arguments. Takes a minute or two.
+Names are `address` (with leaks and undefined behaviour) and `thread`; both when none is given. Some 20 seconds.
 """
 
 from __future__ import annotations
