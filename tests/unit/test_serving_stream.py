@@ -46,7 +46,7 @@ class Sender:
 
 @pytest.fixture
 def outbox():
-    box = Outbox(engine_alive=lambda: True)
+    box = Outbox(engine_alive=lambda: True, responses_per_s=1e6)
     yield box
     box.close()
 
@@ -93,13 +93,42 @@ def test_what_piles_up_behind_a_slow_sender_leaves_as_one_response(outbox):
     stream, sender = opened(outbox)
     sender.free.clear()
     stream.emit(out("a", 1))
-    until(lambda: not stream._queued)  # the outbox holds the first and is stuck with it
+    until(lambda: stream._queued_for_s is None)  # the outbox holds the first and is stuck with it
     for index in range(2, 10):
         stream.emit(out("b", index))
     stream.emit(out("c", 10, finish_reason="length"))
     sender.free.set()
     until(lambda: sender.finals)
     assert [answer["text_output"] for answer in sender.sent] == [[b"a"], [b"b" * 8 + b"c"]]
+
+
+def test_responses_are_joined_when_there_would_be_too_many_but_first_and_last_leave_at_once():
+    outbox = Outbox(
+        engine_alive=lambda: True, responses_per_s=2.0
+    )  # one stream: one response in half a second
+    stream, sender = opened(outbox)
+    started_s = time.monotonic()
+    for index in range(8):
+        stream.emit(out("a", index))
+        until(lambda: sender.sent)
+    stream.emit(out("z", 9, finish_reason="stop"))
+    until(lambda: sender.finals)
+    assert time.monotonic() - started_s < 0.4
+    assert [answer["text_output"] for answer in sender.sent] == [[b"a"], [b"aaaaaaaz"]]
+    outbox.close()
+
+
+def test_a_joined_response_leaves_when_its_time_has_come():
+    outbox = Outbox(engine_alive=lambda: True, responses_per_s=20.0)
+    stream, sender = opened(outbox)
+    started_s = time.monotonic()
+    for index in range(3):
+        stream.emit(out("a", index))
+        until(lambda: sender.sent)
+    until(lambda: sender.text == "aaa")
+    assert len(sender.sent) == 2 and 0.045 < time.monotonic() - started_s < 1.0
+    stream.emit(out("", finish_reason="stop"))
+    outbox.close()
 
 
 def test_text_held_back_travels_with_what_completes_it(outbox):

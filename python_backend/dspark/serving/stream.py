@@ -10,11 +10,13 @@ seam.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import logging
+import math
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -35,6 +37,9 @@ _NUMPY_TYPES: Final = {spec.name: spec.numpy_type for spec in OUTPUTS}
 # One is_cancelled costs 30-47 us; ten a second and stream is 0.5 ms a second, and a cancel is seen within
 # 0.1 s.
 _POLL_INTERVAL_S: Final = 0.1
+# A response costs about 0.3 ms of processor time in model and server together, which a CPU executor needs
+# itself. So many a second for each core bound that to an eighth of the machine; what is held up is joined.
+_RESPONSES_PER_CORE: Final = 400.0
 
 
 class ResponseSender(Protocol):
@@ -70,7 +75,8 @@ class ResponseStream:
         self._sender: ResponseSender | None = sender  # None once closed
         # Guarded by the outbox's lock.
         self._pending: list[RequestOutput] = []
-        self._queued = False  # in the outbox's queue
+        self._queued_for_s: float | None = None  # time of its entry in the outbox's queue
+        self._next_send_s = 0.0  # not before, unless it ends
         self._ending = False  # its last output is in _pending or sent
         # Of the outbox thread alone.
         self._echoed = False
@@ -188,12 +194,17 @@ class Outbox:
     Arguments:
         engine_alive: asked while streams are open; when it says no twice in a row they are all failed (the
             engine fails its own when it dies in an orderly way: this is for when it does not).
+        responses_per_s: of all streams together; a stream's outputs are joined to keep to it. The first and the
+            last answer of a stream never wait. None = by the number of cores.
     """
 
-    def __init__(self, *, engine_alive: Callable[[], bool]) -> None:
+    def __init__(self, *, engine_alive: Callable[[], bool], responses_per_s: float | None = None) -> None:
         self._engine_alive = engine_alive
+        self._responses_per_s = responses_per_s or _RESPONSES_PER_CORE * len(os.sched_getaffinity(0))
         self._wake = threading.Condition()
-        self._ready: deque[ResponseStream] = deque()
+        self._queue: list[tuple[float, int, ResponseStream]] = []  # heap: when to send, arrival, stream
+        self._num_queued = 0
+        self._wakes_s = -math.inf  # when the thread will wake by itself; -inf while it is awake
         self._open: set[ResponseStream] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dspark-outbox", daemon=True)
@@ -238,27 +249,25 @@ class Outbox:
             stream._ending = output.final
             stream._pending.append(output)
             # Text that is held back (half a character, perhaps a stop word) travels with what completes it.
-            worth_sending = output.final or (stream.parsed.stream and output.text != "")
-            if worth_sending and not stream._queued:
-                stream._queued = True
-                self._ready.append(stream)
-                self._wake.notify()
+            if not (output.final or (stream.parsed.stream and output.text != "")):
+                return
+            due_s = -math.inf if output.final else stream._next_send_s
+            if stream._queued_for_s is None or due_s < stream._queued_for_s:
+                self._num_queued += 1
+                heapq.heappush(self._queue, (due_s, self._num_queued, stream))
+                stream._queued_for_s = due_s
+                if due_s < self._wakes_s:
+                    self._wake.notify()
 
     def _run(self) -> None:
         next_poll_s = 0.0
         engine_was_alive = True
         while True:
             with self._wake:
-                while not self._ready:
-                    if self._stopping and not self._open:
-                        return
-                    left_s = next_poll_s - time.monotonic() if self._open else None
-                    if left_s is not None and left_s <= 0:
-                        break
-                    self._wake.wait(left_s)
-                stream = self._ready.popleft() if self._ready else None
+                stream = self._next(next_poll_s)
+                if stream is None and self._stopping and not self._open:
+                    return
                 if stream is not None:
-                    stream._queued = False
                     outputs, stream._pending = stream._pending, []
             if stream is not None and stream._send(outputs):
                 with self._wake:
@@ -267,6 +276,26 @@ class Outbox:
             if time.monotonic() >= next_poll_s:
                 engine_was_alive = self._poll(engine_was_alive)
                 next_poll_s = time.monotonic() + _POLL_INTERVAL_S
+
+    def _next(self, next_poll_s: float) -> ResponseStream | None:
+        """Wait for a stream whose time has come; return None when it is time to poll, or to stop."""
+        while True:
+            now_s = time.monotonic()
+            while self._queue and self._queue[0][0] <= now_s:
+                due_s, _, stream = heapq.heappop(self._queue)
+                if stream._queued_for_s == due_s:  # else it went out earlier, by another entry
+                    stream._queued_for_s = None
+                    stream._next_send_s = now_s + len(self._open) / self._responses_per_s
+                    return stream
+            if self._stopping and not self._open:
+                return None
+            if self._open and next_poll_s <= now_s:
+                return None
+            self._wakes_s = min(
+                self._queue[0][0] if self._queue else math.inf, next_poll_s if self._open else math.inf
+            )
+            self._wake.wait(None if self._wakes_s == math.inf else self._wakes_s - now_s)
+            self._wakes_s = -math.inf
 
     def _poll(self, engine_was_alive: bool) -> bool:
         """Look for cancelled clients and a dead engine; return whether the engine lives."""
