@@ -6,11 +6,12 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
@@ -210,9 +211,12 @@ class Connection:
 
         self._client.start_stream(callback, stream_timeout=self.timeout_s)
         self._streaming = True
-        self._client.async_stream_infer(
-            self.model, inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True
-        )
+        with contextlib.suppress(
+            InferenceServerException
+        ):  # a stream that broke says why through the callback
+            self._client.async_stream_infer(
+                self.model, inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True
+            )
 
     def _stop_stream(self, *, cancel: bool) -> None:
         if self._streaming:
@@ -231,7 +235,7 @@ class Connection:
 class Generation:
     """An answer in the making: iterate over its deltas, then read `answer`.
 
-    Leaving the loop early leaves the request running: call `cancel` (Ctrl-C and errors inside the loop do).
+    Closing the iterator early, or `cancel`, ends the request at the server.
     """
 
     def __init__(self, connection: Connection, inputs: list[Any]) -> None:
@@ -239,7 +243,7 @@ class Generation:
         self._connection = connection
         self._inputs = inputs
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Generator[Delta, None, None]:
         """Yield deltas as they come, to the end.
 
         Raises:
@@ -272,8 +276,9 @@ class Generation:
 
     def run(self) -> Answer:
         """Read the answer to its end and return it. Raises as `__iter__` does."""
-        for _delta in self:
-            pass
+        with contextlib.closing(iter(self)) as deltas:
+            for _delta in deltas:
+                pass
         return self.answer
 
     def cancel(self) -> None:
@@ -314,12 +319,17 @@ def _tensor(name: str, wire_type: str, values: Sequence[Any]) -> Any:
     """Return an input of shape [1, n]."""
     if wire_type == "BYTES":
         values = [value.encode("utf-8", "surrogateescape") for value in values]
+    dtype: np.dtype[Any] = np.dtype(_NUMPY_TYPES[wire_type])
+    if dtype.kind in "iu":
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        if not all(isinstance(value, int) and low <= value <= high for value in values):
+            raise RequestFailedError(
+                f"{name}: got {values[0]!r}, allowed is a whole number from {low} to {high}"
+            )
     try:
-        array: npt.NDArray[Any] = np.array([list(values)], dtype=_NUMPY_TYPES[wire_type])
-    except (OverflowError, ValueError, TypeError) as error:
-        raise RequestFailedError(
-            f"{name}: got {values!r}, which does not fit into {wire_type} ({error})"
-        ) from None
+        array: npt.NDArray[Any] = np.array([list(values)], dtype=dtype)
+    except (ValueError, TypeError) as error:
+        raise RequestFailedError(f"{name}: got {values[0]!r}, which is no {wire_type} ({error})") from None
     tensor = grpc_client.InferInput(name, list(array.shape), wire_type)
     tensor.set_data_from_numpy(array)
     return tensor

@@ -13,20 +13,11 @@ from dspark_client.terminal import remark, show_stream, summary, table
 
 __all__ = ["demo"]
 
-_CODE = """\
-def read_settings(path):
-    settings = {}
-    with open(path) as lines:
-        for line in lines:
-            name, value = line.split("=", 1)
-            settings[name.strip()] = value.strip()
-    return settings
-
-
-def write_settings(path, settings):
-    with open(path, "w") as lines:
-        for name, value in settings.items():
-            lines.write(name + " = " + value + "\\n")"""
+_TEXT: Final = (
+    "The lighthouse stands on a rock in the sea. Every evening the keeper climbs the stairs and lights the lamp. "
+    "The ships see the lamp from far away and keep away from the rock. In the morning the keeper puts out the "
+    "lamp and goes to sleep. He has lived on the rock for thirty years and has never wanted to live anywere else."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +32,12 @@ class Case:
 _CASES: Final = (
     Case(
         name="edit",
-        title="an answer that repeats its prompt (speculation helps)",
+        title="an answer that repeats much of its prompt (speculation helps)",
         messages=(
-            {"role": "user", "content": f"Repeat this Python code exactly:\n\n```python\n{_CODE}\n```"},
+            {
+                "role": "user",
+                "content": f"Correct the spelling of this text and change nothing else:\n\n{_TEXT}",
+            },
         ),
     ),
     Case(

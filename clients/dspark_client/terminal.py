@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,10 +22,11 @@ def show_stream(generation: Generation) -> Answer:
     """Print an answer as it comes and return it. Raises as iterating over a generation does."""
     wrote = ""
     try:
-        for delta in generation:
-            if delta.text:
-                print(delta.text, end="", flush=True)
-                wrote = delta.text
+        with contextlib.closing(iter(generation)) as deltas:  # Ctrl-C here ends the request there
+            for delta in deltas:
+                if delta.text:
+                    print(delta.text, end="", flush=True)
+                    wrote = delta.text
     finally:
         if not wrote.endswith("\n"):
             print(flush=True)
@@ -38,7 +40,7 @@ def summary(answer: Answer) -> str:
         f"{answer.tokens_per_second:.1f} tokens/s",
         f"first after {answer.first_token_s * 1e3:.0f} ms",
     ]
-    if answer.metrics.get("num_spec_steps"):
+    if answer.metrics.get("num_draft_tokens"):
         parts.append(f"accepted length {answer.accepted_len:.2f}")
     if answer.finish_reason not in (None, "stop"):
         parts.append(f"ended by {answer.finish_reason}")
