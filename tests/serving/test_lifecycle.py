@@ -19,17 +19,16 @@ from support.server import (
     is_running,
     killed_at_the_end,
     server_process,
+    shared_memory,
     until,
 )  # fmt: skip
 
 pytestmark = pytest.mark.server
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 3000, "stream": True}
-SHM = Path("/dev/shm")
 
 
 def test_engine_death_fails_every_stream_and_a_reload_brings_the_model_back(repository):
-    before = set(SHM.glob("dspark-*"))
     with server_process(repository) as server:
         command(server, "slow")
         streams = [Ask(server, text_input=f"number {i}", **LONG) for i in range(8)]
@@ -44,9 +43,10 @@ def test_engine_death_fails_every_stream_and_a_reload_brings_the_model_back(repo
         (repository / "dspark" / "1" / "model.py").touch()
         assert server._http("/v2/repository/models/dspark/load", body={}, timeout_s=60) is not None
         assert ask(server, text_input="x", max_tokens=3).error is None
-        pids = [server.pid, *children(server.pid)]
+        pids, regions = [server.pid, *children(server.pid)], shared_memory(server.pid)
+        assert regions
     assert not any(is_running(pid) for pid in pids)
-    assert set(SHM.glob("dspark-*")) <= before
+    assert not any(region.exists() for region in regions)
 
 
 def test_running_requests_end_when_the_server_stops_in_time(repository):
@@ -127,15 +127,16 @@ def test_dspark_serve_stops_cleanly_on_a_signal(repository, tmp_path, number):
 
 @pytest.mark.parametrize("victim", ["launcher", "server"])
 def test_nothing_outlives_a_killed_process(repository, tmp_path, victim):
-    before = set(SHM.glob("dspark-*"))
     serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log")
     serve.until_says("ready: grpc 127.0.0.1:")
     pids = children(serve.process.pid)
+    regions = shared_memory(pids[0])
+    assert regions
     with killed_at_the_end([serve.process.pid, *pids]):
         os.kill(serve.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
         until(lambda: not any(is_running(pid) for pid in pids))
         assert serve.ends() == (-signal.SIGKILL if victim == "launcher" else 1)
-    until(lambda: set(SHM.glob("dspark-*")) <= before)
+    assert not any(region.exists() for region in regions)
     if victim == "server":
         assert "ended on its own" in serve.said
 

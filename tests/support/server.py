@@ -17,6 +17,7 @@ import numpy as np
 import tritonclient.grpc as grpc_client
 from dspark.serving.contract import INPUTS_BY_NAME, config_pbtxt
 from dspark.serving.process import ServerOptions, ServerProcess
+from dspark.serving.watch import RUN_DIR_VARIABLE
 
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
@@ -163,6 +164,15 @@ def children(pid: int) -> list[int]:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
     found = [child for child, parent in parents.items() if parent == pid]
     return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def shared_memory(pid: int) -> list[Path]:
+    """Return the shared memory regions of a server that a launcher started."""
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        name, _, value = entry.decode().partition("=")
+        if name == RUN_DIR_VARIABLE:
+            return sorted(Path("/dev/shm").glob(f"dspark-{Path(value).name}*"))
+    raise AssertionError("not started by a launcher")
 
 
 def is_running(pid: int) -> bool:
