@@ -127,24 +127,28 @@ def make_target(
     config: ServeConfig,
 ) -> TargetExecutor:
     """Load the target's weights into an executor. Raises ConfigError for a dtype the executor has not."""
-    from dspark.executors.dtype import auto_dtype
-
     threads = config.num_threads or None
-    chosen = auto_dtype() if dtype == "auto" else dtype
     if executor == "native":
+        from dspark_plugins.native import preferred_dtype
+
         from dspark.executors.native_target import NativeTarget
 
         return NativeTarget(
             checkpoint.config,
             checkpoint.weights,
-            dtype=chosen,
+            dtype=preferred_dtype() if dtype == "auto" else dtype,
             feature_layer_ids=layer_ids,
             num_threads=threads,
         )
+    from dspark.executors.dtype import auto_dtype
     from dspark.executors.torch_target import TorchTarget
 
     return TorchTarget(
-        checkpoint.config, checkpoint.weights, dtype=chosen, feature_layer_ids=layer_ids, num_threads=threads
+        checkpoint.config,
+        checkpoint.weights,
+        dtype=auto_dtype() if dtype == "auto" else dtype,
+        feature_layer_ids=layer_ids,
+        num_threads=threads,
     )
 
 

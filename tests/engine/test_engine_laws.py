@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -293,3 +296,19 @@ def test_a_request_that_fails_fails_alone(target: Path) -> None:
     assert bad.error is not None and "NaN" in str(bad.error)
     assert good.error is None and len(good.token_ids) == 24
     assert engine.stats().pages_held == 0
+
+
+@pytest.mark.skipif(not native_available(), reason="no native executor on this machine")
+@pytest.mark.parametrize("drafter", ["ngram", "good-vanilla"])
+def test_the_native_executor_answers_without_torch(
+    target: Path, drafters: dict[str, str], drafter: str
+) -> None:
+    code = (
+        "import sys; from dspark.cli import main; "
+        f"status = main(['generate', '--target', {str(target)!r}, '--drafter', {drafters[drafter]!r}, "
+        "'--prompt-ids', '3,5,7', '--max-tokens', '8', '--json']); "
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["output_ids"]) == 8
