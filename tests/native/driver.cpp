@@ -240,10 +240,9 @@ int main() {
     if (std::strcmp(dspark_isa(isa), isa) != 0) continue;
     for (int dtype : {0, 1, 2}) compare(dtype, isa);
   }
-  const std::vector<uint64_t> data(1 << 18, 1);
   for (int i = 0; i < 50; ++i) {  // pools that come and go, some without ever working
     void* pool = dspark_pool_create(1 + i % 5, 0);
-    if (i % 2 && dspark_read(pool, data.data(), int64_t{1} << 21) != uint64_t{1} << 18) ++failures;
+    if (i % 2 && !(dspark_read_seconds(pool, nullptr, int64_t{1} << 21) > 0.0)) ++failures;
     dspark_pool_destroy(pool);
   }
   std::printf(failures ? "%d failures\n" : "ok\n", failures);

@@ -125,7 +125,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_head_greedy": (None, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_step": (None, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_confidence": (None, (_handle, _i32, _ptr, _ptr, _ptr)),
-    "dspark_read": (ct.c_uint64, (_handle, _ptr, _i64)),
+    "dspark_read_seconds": (ct.c_double, (_handle, _text, _i64)),
 }
 
 _load_lock = threading.Lock()
@@ -194,10 +194,13 @@ class Pool:
         self.num_threads: int = self._library.dspark_pool_threads(self.handle)
         self.lock = threading.Lock()
 
-    def read(self, data: npt.NDArray[Any]) -> int:
-        """Read a contiguous array once with all threads (whole 256 KiB of it); for measuring the machine."""
+    def read_bandwidth(self, num_bytes: int = 1 << 28) -> float:
+        """Return bytes per second that all threads together read from memory, the best of three reads."""
         with self.lock:
-            return int(self._library.dspark_read(self.handle, _address(data), data.nbytes))
+            seconds = float(self._library.dspark_read_seconds(self.handle, _wanted_isa(), num_bytes))
+        if not seconds:
+            raise NativeError(f"no memory to read {num_bytes} bytes of")
+        return num_bytes / seconds
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

@@ -13,10 +13,11 @@ namespace dspark {
 namespace {
 
 enum Kind : int32_t {
-  kInputRows,   // [rows] embedding at layer 0; tap; input norm
+  kInputRows,   // [rows] embedding at layer 0; tap; input norm unless fused
   kQkv,         // [panels]
   kHeads,       // [rows] norms, rotation, cache write
   kAttend,      // [rows * kv_heads (* chunks)]
+  kHeadsAttend, // [rows * kv_heads] both, when every sequence has one row
   kMergeRows,   // [rows] merge chunks; convert for the output projection
   kOutput,      // [panels] residual add
   kPostRows,    // [rows] post-attention norm
@@ -47,6 +48,10 @@ struct Layer {
 
 }  // namespace
 
+// Passes over few rows are short of work between two phases, so there each thread converts the input of a projection for
+// itself (`fused_`): the same numbers twice are cheaper than a phase of their own.
+constexpr int kFusedRows = 8;
+
 class Decoder {
  public:
   Decoder(const DSparkDecoderConfig& c, Pool& pool);
@@ -66,7 +71,12 @@ class Decoder {
 
  private:
   static void body(void* self, int phase, int begin, int end, int thread);
-  void run(PhaseInfo phase, int begin, int end, int thread);
+  void run(int index, int begin, int end, int thread);
+  void plan_layer(int l, bool single_rows);
+  bool tapped(int layer) const;
+  void convert(Kind kind, const Layer& layer, int t, uint8_t* out) const;
+  const uint8_t* converted(int index, Kind kind, const Layer& layer, int thread, uint8_t* shared, int64_t stride);
+  void heads(int layer, int t, int begin, int end, bool with_queries);
   void add(Kind kind, int layer, int64_t total) {
     plan_.push_back({kind, layer});
     totals_.push_back(static_cast<int32_t>(total));
@@ -80,7 +90,7 @@ class Decoder {
   void project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out, int64_t out_stride,
                int rows, int begin, int end);
   CacheLayer cache_layer(int layer) const;
-  float* residual(int t) { return residual_.as<float>() + int64_t{t} * hidden_; }
+  float* residual(int t) const { return residual_.as<float>() + int64_t{t} * hidden_; }
   uint8_t* input(int t) { return input_.as<uint8_t>() + t * hidden_stride_; }
 
   const Kernels& kernels_;
@@ -97,7 +107,10 @@ class Decoder {
   // Scratch of one pass.
   Buffer residual_, input_, qkv_, attention_, attention_in_, activation_, activation_in_, partial_, final_, staging_,
       append_in_;
-  std::vector<Buffer> thread_partial_;
+  std::vector<Buffer> thread_partial_, thread_input_;
+  std::vector<int64_t> thread_tag_;  // which conversion thread_input_ holds; one cache line a thread
+  int64_t pass_number_ = 0;
+  bool fused_ = false;
   std::vector<PhaseInfo> plan_;
   std::vector<int32_t> totals_;
   std::vector<int32_t> row_sequence_, row_visible_, key_slots_, mask_slots_;
@@ -129,7 +142,9 @@ Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
       attention_stride_(prepared_row_bytes(dtype_, round_up(c.num_heads * c.head_dim, kGroup))),
       activation_stride_(prepared_row_bytes(dtype_, round_up(c.intermediate_size, kGroup))),
       partial_size_(static_cast<int64_t>(group_) * (2 + dim_pad_)),
-      thread_partial_(static_cast<size_t>(pool.num_threads())) {
+      thread_partial_(static_cast<size_t>(pool.num_threads())),
+      thread_input_(static_cast<size_t>(pool.num_threads())),
+      thread_tag_(static_cast<size_t>(pool.num_threads()) * 8, 0) {
   for (int i = 0; i < c.num_layers; ++i) layers[static_cast<size_t>(i)].window = c.windows ? c.windows[i] : 0;
   staging_.reserve(int64_t{pool.num_threads()} * 4 * dim_pad_ * 16 * 4);
 }
@@ -208,26 +223,20 @@ void Decoder::forward(const DSparkPass& pass) {
   plan_sequences();
   plan_.clear();
   totals_.clear();
-  for (int l = 0; l < static_cast<int>(layers.size()); ++l) {
-    const Layer& layer = layers[static_cast<size_t>(l)];
-    add(kInputRows, l, rows);
-    add(kQkv, l, layer.qkv->panels);
-    add(kHeads, l, rows);
-    add(kAttend, l, int64_t{rows} * kv_heads_ * (split_ ? max_chunks_ : 1));
-    add(kMergeRows, l, rows);
-    add(kOutput, l, layer.output->panels);
-    add(kPostRows, l, rows);
-    add(kGateUp, l, layer.gate_up->panels);
-    if (dtype_ == kInt8) add(kActRows, l, rows);
-    add(kDown, l, layer.down->panels);
+  fused_ = rows <= kFusedRows && !split_;
+  ++pass_number_;
+  if (fused_) {
+    int64_t widest = hidden_stride_ > attention_stride_ ? hidden_stride_ : attention_stride_;
+    widest = widest > activation_stride_ ? widest : activation_stride_;
+    for (Buffer& b : thread_input_) b.reserve(rows * widest);
+  }
+  bool single_rows = fused_;
+  for (int i = 0; i < pass.num_sequences; ++i) {
+    single_rows = single_rows && pass.query_start[i + 1] - pass.query_start[i] <= 1;
   }
   const int last = static_cast<int>(layers.size()) - 1;
-  for (int i = 0; i < pass.num_taps; ++i) {
-    if (pass.taps[i] == last) {
-      add(kTapRows, last, rows);
-      break;
-    }
-  }
+  for (int l = 0; l <= last; ++l) plan_layer(l, single_rows);
+  if (tapped(last)) add(kTapRows, last, rows);
   if (picked > 0) {
     add(kFinalRows, 0, picked);
     if (pass.logits) {
@@ -236,6 +245,32 @@ void Decoder::forward(const DSparkPass& pass) {
     }
   }
   pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+bool Decoder::tapped(int layer) const {
+  for (int i = 0; i < pass_.num_taps; ++i) {
+    if (pass_.taps[i] == layer) return true;
+  }
+  return false;
+}
+
+void Decoder::plan_layer(int l, bool single_rows) {
+  const Layer& layer = layers[static_cast<size_t>(l)];
+  const int rows = pass_.num_rows;
+  if (!fused_ || l == 0 || tapped(l - 1)) add(kInputRows, l, rows);
+  add(kQkv, l, layer.qkv->panels);
+  if (single_rows) {
+    add(kHeadsAttend, l, int64_t{rows} * kv_heads_);
+  } else {
+    add(kHeads, l, rows);
+    add(kAttend, l, int64_t{rows} * kv_heads_ * (split_ ? max_chunks_ : 1));
+  }
+  if (!fused_) add(kMergeRows, l, rows);
+  add(kOutput, l, layer.output->panels);
+  if (!fused_) add(kPostRows, l, rows);
+  add(kGateUp, l, layer.gate_up->panels);
+  if (!fused_ && dtype_ == kInt8) add(kActRows, l, rows);
+  add(kDown, l, layer.down->panels);
 }
 
 void Decoder::append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
@@ -266,7 +301,7 @@ void Decoder::append(const Matrix& fc, const float* norm, const float* features,
 
 void Decoder::body(void* self, int phase, int begin, int end, int thread) {
   auto* d = static_cast<Decoder*>(self);
-  d->run(d->plan_[static_cast<size_t>(phase)], begin, end, thread);
+  d->run(phase, begin, end, thread);
 }
 
 void Decoder::project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out,
@@ -368,67 +403,109 @@ void Decoder::merge_row(int t) {
       kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out + int64_t{h} * group_ * dim_);
     }
   }
-  const int width = heads_ * dim_;
-  kernels_.prepare_row(out, nullptr, 0.0f, width, round_up(width, kGroup), dtype_,
-                       attention_in_.as<uint8_t>() + t * attention_stride_);
 }
 
-void Decoder::run(PhaseInfo phase, int begin, int end, int thread) {
+// Row t as the input of projection `kind`.
+void Decoder::convert(Kind kind, const Layer& layer, int t, uint8_t* out) const {
+  if (kind == kQkv || kind == kGateUp) {
+    const std::vector<float>& norm = kind == kQkv ? layer.input_norm : layer.post_norm;
+    kernels_.prepare_row(residual(t), norm.data(), eps_, hidden_, round_up(hidden_, kGroup), dtype_, out);
+  } else if (kind == kOutput) {
+    const int width = heads_ * dim_;
+    kernels_.prepare_row(attention_.as<float>() + int64_t{t} * width, nullptr, 0.0f, width, round_up(width, kGroup),
+                         dtype_, out);
+  } else {
+    const int pad = round_up(intermediate_, kGroup);
+    kernels_.prepare_row(activation_.as<float>() + int64_t{t} * pad, nullptr, 0.0f, intermediate_, pad, dtype_, out);
+  }
+}
+
+// The input of projection `kind`: what an earlier phase left in `shared`, or, fused, this thread's own conversion.
+const uint8_t* Decoder::converted(int index, Kind kind, const Layer& layer, int thread, uint8_t* shared,
+                                  int64_t stride) {
+  if (!fused_ || (kind == kDown && dtype_ != kInt8)) return shared;
+  uint8_t* own = thread_input_[static_cast<size_t>(thread)].as<uint8_t>();
+  int64_t& tag = thread_tag_[static_cast<size_t>(thread) * 8];
+  const int64_t wanted = (pass_number_ << 20) + index;
+  if (tag != wanted) {
+    for (int t = 0; t < pass_.num_rows; ++t) convert(kind, layer, t, own + t * stride);
+    tag = wanted;
+  }
+  return own;
+}
+
+void Decoder::heads(int layer, int t, int begin, int end, bool with_queries) {
+  const Layer& l = layers[static_cast<size_t>(layer)];
+  RowHeads r{};
+  r.qkv = qkv_.as<float>() + int64_t{t} * qkv_width_;
+  r.heads = heads_;
+  r.q_norm = l.q_norm.empty() ? nullptr : l.q_norm.data();
+  r.k_norm = l.k_norm.empty() ? nullptr : l.k_norm.data();
+  r.eps = eps_;
+  r.q_scale = 1.0f / std::sqrt(static_cast<float>(dim_));
+  r.cos = pass_.cos + int64_t{pass_.positions[t]} * (dim_ / 2);
+  r.sin = pass_.sin + int64_t{pass_.positions[t]} * (dim_ / 2);
+  r.cache = cache_layer(layer);
+  r.slot = pass_.slots[t];
+  r.with_queries = with_queries;
+  r.begin = begin;
+  r.end = end;
+  kernels_.heads(r);
+}
+
+void Decoder::run(int index, int begin, int end, int thread) {
+  const PhaseInfo phase = plan_[static_cast<size_t>(index)];
   const Layer& layer = layers[static_cast<size_t>(phase.layer)];
   const int rows = pass_.num_rows, hidden_pad = round_up(hidden_, kGroup);
+  uint8_t* attended = attention_in_.as<uint8_t>();
+  uint8_t* activated = activation_in_.as<uint8_t>();
+  const auto source = [&](uint8_t* shared, int64_t stride) {
+    return converted(index, phase.kind, layer, thread, shared, stride);
+  };
   switch (phase.kind) {
     case kInputRows:
       for (int t = begin; t < end; ++t) {
         input_row(phase.layer, t);
-        kernels_.prepare_row(residual(t), layer.input_norm.data(), eps_, hidden_, hidden_pad, dtype_, input(t));
+        if (!fused_) convert(kQkv, layer, t, input(t));
       }
       return;
     case kQkv:
-      return project(*layer.qkv, input(0), hidden_stride_, kStore, qkv_.as<float>(), qkv_width_, rows, begin, end);
+      return project(*layer.qkv, source(input(0), hidden_stride_), hidden_stride_, kStore, qkv_.as<float>(),
+                     qkv_width_, rows, begin, end);
     case kHeads:
     case kKeyHeads:
-      for (int t = begin; t < end; ++t) {
-        RowHeads r{};
-        r.qkv = qkv_.as<float>() + int64_t{t} * qkv_width_;
-        r.heads = heads_;
-        r.q_norm = layer.q_norm.empty() ? nullptr : layer.q_norm.data();
-        r.k_norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
-        r.eps = eps_;
-        r.q_scale = 1.0f / std::sqrt(static_cast<float>(dim_));
-        r.cos = pass_.cos + int64_t{pass_.positions[t]} * (dim_ / 2);
-        r.sin = pass_.sin + int64_t{pass_.positions[t]} * (dim_ / 2);
-        r.cache = cache_layer(phase.layer);
-        r.slot = pass_.slots[t];
-        r.with_queries = phase.kind == kHeads;
-        kernels_.heads(r);
+      for (int t = begin; t < end; ++t) heads(phase.layer, t, 0, kv_heads_, phase.kind == kHeads);
+      return;
+    case kHeadsAttend:
+      for (int i = begin; i < end; ++i) {
+        heads(phase.layer, i % rows, i / rows, i / rows + 1, true);
+        attend(phase.layer, i, thread);
       }
       return;
     case kAttend:
       for (int i = begin; i < end; ++i) attend(phase.layer, i, thread);
       return;
     case kMergeRows:
-      for (int t = begin; t < end; ++t) merge_row(t);
+      for (int t = begin; t < end; ++t) {
+        merge_row(t);
+        convert(kOutput, layer, t, attended + t * attention_stride_);
+      }
       return;
     case kOutput:
-      return project(*layer.output, attention_in_.as<uint8_t>(), attention_stride_, kAdd, residual(0), hidden_, rows,
-                     begin, end);
+      return project(*layer.output, source(attended, attention_stride_), attention_stride_, kAdd, residual(0), hidden_,
+                     rows, begin, end);
     case kPostRows:
-      for (int t = begin; t < end; ++t) {
-        kernels_.prepare_row(residual(t), layer.post_norm.data(), eps_, hidden_, hidden_pad, dtype_, input(t));
-      }
+      for (int t = begin; t < end; ++t) convert(kGateUp, layer, t, input(t));
       return;
     case kGateUp:
-      return project(*layer.gate_up, input(0), hidden_stride_, kSilu, nullptr, 0, rows, begin, end);
+      return project(*layer.gate_up, source(input(0), hidden_stride_), hidden_stride_, kSilu, nullptr, 0, rows, begin,
+                     end);
     case kActRows:
-      for (int t = begin; t < end; ++t) {
-        const int pad = round_up(intermediate_, kGroup);
-        kernels_.prepare_row(activation_.as<float>() + int64_t{t} * pad, nullptr, 0.0f, intermediate_, pad, dtype_,
-                             activation_in_.as<uint8_t>() + t * activation_stride_);
-      }
+      for (int t = begin; t < end; ++t) convert(kDown, layer, t, activated + t * activation_stride_);
       return;
     case kDown:
-      return project(*layer.down, activation_in_.as<uint8_t>(), activation_stride_, kAdd, residual(0), hidden_, rows,
-                     begin, end);
+      return project(*layer.down, source(activated, activation_stride_), activation_stride_, kAdd, residual(0), hidden_,
+                     rows, begin, end);
     case kTapRows:
       for (int t = begin; t < end; ++t) input_row(phase.layer + 1, t);
       return;

@@ -103,8 +103,8 @@ DSPARK_API void dspark_head_step(void* head, int32_t num_sequences, const int32_
 DSPARK_API void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous,
                                        const float* hidden, float* confidence);
 
-/* Read `bytes` once with every thread of the pool; the sum keeps the reads alive. For measuring the machine. */
-DSPARK_API uint64_t dspark_read(void* pool, const void* data, int64_t bytes);
+/* Seconds that all threads of the pool take to read `bytes` of memory once, the best of three; 0 without memory. */
+DSPARK_API double dspark_read_seconds(void* pool, const char* isa, int64_t bytes);
 
 #ifdef __cplusplus
 }

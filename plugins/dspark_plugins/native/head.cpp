@@ -247,30 +247,6 @@ void Head::run(PhaseInfo phase, int begin, int end) {
   }
 }
 
-namespace {
-
-struct ReadJob {
-  const uint64_t* data;
-  std::vector<uint64_t> sums;
-};
-
-constexpr int64_t kReadItem = 1 << 18;
-
-void read_items(void* context, int, int begin, int end, int thread) {
-  auto* job = static_cast<ReadJob*>(context);
-  const uint64_t* p = job->data + begin * (kReadItem / 8);
-  uint64_t sum[32] = {};
-  for (int64_t i = 0; i < (end - begin) * (kReadItem / 8); i += 32) {
-    __builtin_prefetch(p + i + 512);
-    __builtin_prefetch(p + i + 520);
-    __builtin_prefetch(p + i + 528);
-    __builtin_prefetch(p + i + 536);
-    for (int j = 0; j < 32; ++j) sum[j] += p[i + j];
-  }
-  for (uint64_t s : sum) job->sums[static_cast<size_t>(thread)] += s;
-}
-
-}  // namespace
 }  // namespace dspark
 
 using namespace dspark;
@@ -296,16 +272,6 @@ void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous
 void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
                             float* confidence) {
   static_cast<Head*>(head)->confidence(num_sequences, previous, hidden, confidence);
-}
-
-uint64_t dspark_read(void* pool, const void* data, int64_t bytes) {
-  auto* p = static_cast<Pool*>(pool);
-  ReadJob job{static_cast<const uint64_t*>(data), std::vector<uint64_t>(static_cast<size_t>(p->num_threads()))};
-  const auto items = static_cast<int32_t>(bytes / kReadItem);
-  p->run(&items, 1, read_items, &job);
-  uint64_t total = 0;
-  for (uint64_t s : job.sums) total += s;
-  return total;
 }
 
 }  // extern "C"

@@ -20,7 +20,8 @@ namespace {
 
 using namespace dspark;
 
-constexpr int kPrefetchBytes = 4096;
+constexpr int kPrefetchBytes = 8192;       // ahead of the weights: covers the latency of memory at full speed
+constexpr int kPrefetchBytesInt8 = 4096;
 constexpr float kInfinity = __builtin_inff();
 
 // e^x with about 1 ulp, clamped to the range of normal floats; NaN stays NaN.
@@ -136,8 +137,8 @@ void tile(const Gemm& g, int panel, int row) {
       }
       for (int s = 0; s < kGroup / 4; ++s) {
         const vw w0 = wload(w), w1 = wload(w + 64);
-        prefetch(w + kPrefetchBytes);
-        prefetch(w + kPrefetchBytes + 64);
+        prefetch(w + kPrefetchBytesInt8);
+        prefetch(w + kPrefetchBytesInt8 + 64);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           sum[r][0] = step_int8(sum[r][0], w0, x + r * stride);
@@ -272,6 +273,17 @@ float dot(const float* x, const float* y, int n) {
   return vlane_sum(sum);
 }
 
+float read(const float* x, int64_t n) {
+  vf sum[4] = {vzero(), vzero(), vzero(), vzero()};
+  for (int64_t i = 0; i < n; i += 64) {
+    for (int j = 0; j < 4; ++j) {
+      prefetch(x + i + j * 16 + kPrefetchBytes / 4);
+      sum[j] = vadd(sum[j], vload(x + i + j * 16));
+    }
+  }
+  return vlane_sum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
+}
+
 inline void rotate(float* x, const float* cos, const float* sin, int half) {
   for (int i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
@@ -290,15 +302,16 @@ inline uint16_t narrow(float x) {
 void heads(const RowHeads& r) {
   const CacheLayer& c = r.cache;
   const int dim = c.head_dim, half = dim / 2;
+  const int group = r.heads / c.kv_heads;
   if (r.with_queries) {
-    for (int h = 0; h < r.heads; ++h) {
+    for (int h = r.begin * group; h < r.end * group; ++h) {
       float* q = r.qkv + static_cast<int64_t>(h) * dim;
       if (r.q_norm) norm_row(q, r.q_norm, r.eps, dim);
       rotate(q, r.cos, r.sin, half);
       for (int i = 0; i < dim; ++i) q[i] *= r.q_scale;
     }
   }
-  for (int h = 0; h < c.kv_heads; ++h) {
+  for (int h = r.begin; h < r.end; ++h) {
     float* k = r.qkv + static_cast<int64_t>(r.heads + h) * dim;
     const float* v = r.qkv + static_cast<int64_t>(r.heads + c.kv_heads + h) * dim;
     if (r.k_norm) norm_row(k, r.k_norm, r.eps, dim);
@@ -527,5 +540,5 @@ void combine(const float* partial, int chunks, int64_t stride, int group, int he
 }  // namespace
 
 namespace dspark {
-const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot};
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot, read};
 }  // namespace dspark

@@ -75,7 +75,8 @@ struct Attention {
   uint8_t* staging;      // 4 * head_dim_pad * 16 floats
 };
 
-// Normalise, rotate and cache one row of the fused projection [heads + 2 * kv_heads, head_dim].
+// Normalise, rotate and cache key heads [begin, end) of one row of the fused projection [heads + 2 * kv_heads,
+// head_dim], and the query heads that belong to them.
 struct RowHeads {
   float* qkv;
   int32_t heads;
@@ -88,6 +89,7 @@ struct RowHeads {
   CacheLayer cache;
   int32_t slot;
   bool with_queries;
+  int32_t begin, end;
 };
 
 struct Kernels {
@@ -104,6 +106,8 @@ struct Kernels {
   // Normalise one row in place.
   void (*norm_row)(float* x, const float* norm, float eps, int n);
   float (*dot)(const float* x, const float* y, int n);
+  // Read n floats (a multiple of 64) at full speed; the sum keeps the reads alive.
+  float (*read)(const float* x, int64_t n);
 };
 
 extern const Kernels kernels_portable;

@@ -45,7 +45,7 @@ class Buffer {
 
   void reserve(int64_t bytes);
   template <class T>
-  T* as() {
+  T* as() const {
     return static_cast<T*>(data_);
   }
 

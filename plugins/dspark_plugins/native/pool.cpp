@@ -97,7 +97,7 @@ bool Pool::take(Phase& phase, uint32_t epoch, int* begin, int* end) {
     const uint32_t first = static_cast<uint32_t>(seen);
     const uint32_t total = phase.total.load(std::memory_order_relaxed);
     if (first >= total) return false;
-    const uint32_t share = 2 * static_cast<uint32_t>(num_threads_);
+    const uint32_t share = static_cast<uint32_t>(num_threads_);
     const uint32_t count = (total - first + share - 1) / share;
     if (phase.next.compare_exchange_weak(seen, seen + count, std::memory_order_acq_rel)) {
       *begin = static_cast<int>(first);
