@@ -8,13 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from dspark.errors import RequestError
 
-__all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams", "SpecMetrics", "StepRecord"]
+__all__ = [
+    "GUIDE_TYPES",
+    "MOST_ALTERNATIVES",
+    "FinishReason",
+    "Grammar",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecMetrics",
+    "StepRecord",
+    "TokenLogProb",
+]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+GUIDE_TYPES: Final = ("json", "json_schema", "regex")
+MOST_ALTERNATIVES: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +39,9 @@ class SamplingParams:
 
     `stop_token_ids` are further tokens that end the answer beside the model's own end tokens. `end_id`
     replaces the model's own when given. `bad_words_ids` are token sequences that must never be produced (the serving
-    side makes them from `bad_words`). `seed` None = one is drawn at submission and reported.
+    side makes them from `bad_words`). `seed` None = one is drawn at submission and reported. Log probabilities are
+    those of the target before every transform; `logprobs` is how many alternatives come with each token's own. A
+    guide is what the answer must follow; its compiled form is `Request.grammar`.
     """
 
     max_tokens: int = 256
@@ -42,6 +60,10 @@ class SamplingParams:
     end_id: int | None = None
     ignore_eos: bool = False
     num_draft_tokens: int = -1
+    return_log_probs: bool = False
+    logprobs: int = 0
+    guided_decoding_guide_type: str | None = None
+    guided_decoding_guide: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse every value outside its range.
@@ -69,6 +91,17 @@ class SamplingParams:
         if self.end_id is not None:
             _whole("end_id", self.end_id, -1, None)
         _whole("num_draft_tokens", self.num_draft_tokens, -1, None)
+        _whole("logprobs", self.logprobs, 0, MOST_ALTERNATIVES)
+        self._check_guide()
+
+    def _check_guide(self) -> None:
+        kind, guide = self.guided_decoding_guide_type, self.guided_decoding_guide
+        if kind is None and guide is not None:
+            raise RequestError("guided_decoding_guide_type", None, f"one of {', '.join(GUIDE_TYPES)}")
+        if kind is not None and kind not in GUIDE_TYPES:
+            raise RequestError("guided_decoding_guide_type", kind, f"one of {', '.join(GUIDE_TYPES)}")
+        if kind in ("json_schema", "regex") and not guide:
+            raise RequestError("guided_decoding_guide", guide, f"the {kind} that the answer must follow")
 
     @property
     def greedy(self) -> bool:
@@ -84,7 +117,12 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or bool(self.bad_words_ids)
             or self.min_tokens > 0
+            or self.guided_decoding_guide_type is not None
         )
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.return_log_probs or self.logprobs > 0
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
@@ -134,6 +172,31 @@ class StepRecord:
     accepted: int
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """Log probability of one token under the target's own distribution, and of the likeliest ones there."""
+
+    log_prob: float
+    rank: int  # 1 = the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), the likeliest first
+
+
+class Grammar(Protocol):
+    """What one answer must follow: which tokens may come next. State of one request; `sampling.grammar` has it."""
+
+    def allowed(self, drafted: tuple[int, ...]) -> npt.NDArray[np.bool_] | None:
+        """Return [V] which tokens may follow the committed ones and then `drafted`, end tokens left out.
+
+        None = `drafted` does not follow the grammar, so that nothing behind it will ever be read.
+        """
+
+    def may_end(self, drafted: tuple[int, ...]) -> bool:
+        """Return whether the answer may end there."""
+
+    def commit(self, token_ids: tuple[int, ...]) -> None:
+        """Append committed tokens, end tokens left out."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SpecMetrics:
     """Counts of one request, for the perf metrics of its answer. Times are on time.time_ns()'s clock."""
@@ -147,6 +210,8 @@ class SpecMetrics:
     first_scheduled_time_ns: int = 0
     first_token_time_ns: int = 0
     last_token_time_ns: int = 0
+    num_pages: int = 0  # held at the end
+    num_cached_pages: int = 0  # of these, found again when the request first ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +224,7 @@ class RequestOutput:
     request_id: int
     token_ids: tuple[int, ...] = ()
     text: str | None = None  # None where no tokenizer is loaded
+    log_probs: tuple[TokenLogProb, ...] = ()  # of each token, when the request asked for them
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     metrics: SpecMetrics | None = None  # on the last output
@@ -184,3 +250,5 @@ class Request:
     record_steps: bool = False
     deadline_s: float | None = None  # on time.monotonic()'s clock
     priority: int = 0
+    arrival_time_ns: int = 0  # on time.time_ns()'s clock; 0 = when it reaches the engine
+    grammar: Grammar | None = None  # of params.guided_decoding_guide; this request's own

@@ -18,7 +18,7 @@ from dspark.executors.interface import TargetExecutor
 from dspark.models.config import TargetConfig
 from dspark.models.loading import TargetCheckpoint, load_target
 from dspark.models.tokenizer import Tokenizer
-from dspark.scheduling.scheduler import make_scheduler
+from dspark.scheduling.scheduler import Scheduler, make_scheduler
 
 __all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter"]
 
@@ -34,6 +34,7 @@ class Runtime:
     """A started engine and what the serving side needs beside it."""
 
     engine: EngineThread
+    scheduler: Scheduler  # the engine's; touched by its thread alone
     tokenizer: Tokenizer | None
     target_config: TargetConfig
     limits: EngineLimits
@@ -54,6 +55,7 @@ def load_runtime(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     thread.start()
     return Runtime(
         engine=thread,
+        scheduler=engine.scheduler,
         tokenizer=engine.tokenizer,
         target_config=engine.target.config,
         limits=engine.limits,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from dspark.engine.stats import EngineStats
 from dspark.request import FinishReason, Request, RequestOutput, SpecMetrics
 
 
@@ -19,8 +20,12 @@ class ByteCodec:
     def decode(self, ids):
         return bytes(ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages):
-        return list("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+    def apply_chat_template(self, messages, *, tools=None):
+        told = "" if tools is None else "".join(f"[{tool['function']['name']}]" for tool in tools)
+        return list((told + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())
+
+    def token_bytes(self, token_id):
+        return bytes([token_id])
 
 
 @dataclass
@@ -36,6 +41,12 @@ class FakeEngine:
             raise self.refuses
         self.requests.append(request)
         return len(self.requests)
+
+    def watch(self, watcher) -> None:
+        self.watcher = watcher
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_steps=len(self.requests), pages_total=4)
 
     def drain(self, _timeout_s: float) -> bool:
         return True
@@ -70,6 +81,7 @@ class FakeEngine:
 def fake_runtime(engine: FakeEngine) -> SimpleNamespace:
     return SimpleNamespace(
         engine=engine,
+        scheduler=None,
         tokenizer=ByteCodec(),
         target_config=SimpleNamespace(vocab_size=256),
         limits=SimpleNamespace(max_context_len=64, num_pages=4, page_size=16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
@@ -53,3 +54,34 @@ class Request:
     def send(self, response=None, flags=0):
         assert not any(final for _, final in self.sent), "sent after the final flag"
         self.sent.append((response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)))
+
+
+class MetricFamily:
+    """Keeps every series in `values`: name and labels -> number, or the list of observed values."""
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+    values: ClassVar[dict] = {}
+
+    def __init__(self, name, description, kind):
+        self.name, self.kind, self.about = name, kind, description
+
+    def Metric(self, labels, buckets=None):  # noqa: N802 (the backend's name)
+        assert (buckets is not None) == (self.kind == self.HISTOGRAM)
+        return Metric(self, (self.name, *sorted(labels.items())))
+
+
+class Metric:
+    def __init__(self, family, key):
+        self.family, self.key = family, key
+        family.values[key] = [] if family.kind == family.HISTOGRAM else 0.0
+
+    def increment(self, amount):
+        assert amount >= 0 and self.family.kind == self.family.COUNTER
+        self.family.values[self.key] += amount
+
+    def set(self, value):
+        assert self.family.kind == self.family.GAUGE
+        self.family.values[self.key] = value
+
+    def observe(self, value):
+        self.family.values[self.key].append(value)

@@ -26,7 +26,7 @@ class TritonPythonModel(Served):
             engine._engine.step = lambda: (time.sleep(0.02), step(engine._engine))[1]
         elif command == "fast":
             engine._engine.__dict__.pop("step", None)
-        counters = {**asdict(engine.stats()), "open": engine.num_open}
+        counters = {**asdict(engine.stats()), "open": engine.num_open, "metrics_s": self._metrics.busy_s}
         stream.emit(RequestOutput(request_id=-1, text=json.dumps(counters), finish_reason="stop"))
 
     def _die(self):

@@ -16,8 +16,11 @@ def test_committed_config_is_the_generated_one():
 
 
 def test_every_input_is_optional_and_declared_once():
-    names = [spec.name for spec in (*INPUTS, *OUTPUTS)]
-    assert len(names) == len(set(names))
+    for specs in (INPUTS, OUTPUTS):
+        names = [spec.name for spec in specs]
+        assert len(names) == len(set(names))
+    # One name is both: vLLM's clients ask for `logprobs` alternatives and read them from `logprobs`.
+    assert {spec.name for spec in INPUTS} & {spec.name for spec in OUTPUTS} == {"logprobs"}
     inputs_text, outputs_text = config_pbtxt().split("\noutput [\n")
     for spec in INPUTS:
         dims = "[ -1 ]" if spec.many else "[ 1 ]"

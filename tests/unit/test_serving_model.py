@@ -71,7 +71,12 @@ def model(triton_model, engine, monkeypatch, tmp_path):
 
 def arguments(path, parameters=None):
     config = {"parameters": {name: {"string_value": value} for name, value in (parameters or {}).items()}}
-    return {"model_config": json.dumps(config), "model_repository": str(path), "model_version": "1"}
+    return {
+        "model_config": json.dumps(config),
+        "model_repository": str(path),
+        "model_version": "1",
+        "model_name": "dspark",
+    }
 
 
 def test_settings_come_from_model_yaml_then_config_pbtxt(model):

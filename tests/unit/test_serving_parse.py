@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from dspark.errors import RequestError
+from dspark.serving.chat import parse_messages
 from dspark.serving.contract import OUTPUTS
 from dspark.serving.parse import ModelLimits, parse_request
 from support.fake_engine import ByteCodec
@@ -110,7 +111,8 @@ def test_flags_choose_outputs_unless_the_client_named_them():
     flags = {"return_num_input_tokens": np.array([[True]]), "return_perf_metrics": np.array([[True]])}
     assert parse(flags).wanted == {
         "text_output", "output_ids", "num_input_tokens", "acceptance_rate", "total_accepted_draft_tokens",
-        "total_draft_tokens", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns",
+        "total_draft_tokens", "kv_cache_alloc_total_blocks", "kv_cache_alloc_new_blocks",
+        "kv_cache_reused_blocks", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns",
         "last_token_time_ns", "spec_decode_metrics",
     }  # fmt: skip
     assert parse(flags, outputs=["text_output", "finish_reason"]).wanted == {"text_output", "finish_reason"}
@@ -134,8 +136,13 @@ def test_unknown_request_parameters_are_left_alone_but_json_keys_refused_by_name
         ("max_tokens", 0), ("max_tokens", 60), ("max_tokens", "many"),
         ("min_tokens", -1), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
         ("end_id", 256), ("end_id", -2), ("num_draft_tokens", -2), ("ignore_eos", "perhaps"), ("stream", 2),
-        ("stop_words", [""]), ("stop_words", [1]), ("stop_words", {"a": 1}), ("bad_words", [""]),
-        ("logprobs", 1), ("return_log_probs", True), ("timeout_ms", -1), ("priority", "high"),
+        ("stop_words", ["", "a"]), ("stop_words", [1]), ("stop_words", {"a": 1}), ("bad_words", ["a", ""]),
+        ("logprobs", -1), ("logprobs", 21), ("timeout_ms", -1), ("priority", "high"),
+        ("beam_width", 2), ("num_return_sequences", 0), ("return_context_logits", True),
+        ("return_generation_logits", True), ("n", 2), ("n", True), ("best_of", 3), ("use_beam_search", True),
+        ("prompt_logprobs", 1), ("skip_special_tokens", False), ("stop_token_ids", "x"), ("stop_token_ids", [1.5]),
+        ("guided_decoding_guide_type", "lark"), ("guided_decoding", {}), ("guided_decoding", "regex"),
+        ("guided_decoding", {"json": {}, "regex": "a"}), ("guided_decoding", {"choice": []}),
         ("exclude_input_in_output", []), ("stop_words", ["\ud800"]),
     ],
 )  # fmt: skip
@@ -166,6 +173,18 @@ def test_a_bad_value_is_refused_naming_field_value_and_what_is_allowed(field, va
         ({"messages": text('{"role": "user"}')}, "messages"),
         ({"messages": text('[{"role": "user"}]')}, "messages"),
         ({"messages": text('[{"role": "user", "content": 1}]')}, "messages"),
+        ({"messages": text('[{"role": "user", "content": [{"type": "image_url"}]}]')}, "messages"),
+        ({"messages": text('[{"role": 1, "content": "a"}]')}, "messages"),
+        ({"messages": text('[{"role": "user", "content": "a", "colour": "red"}]')}, "messages"),
+        ({"messages": text('[{"role": "assistant", "tool_calls": [{"function": 1}]}]')}, "messages"),
+        (
+            {
+                "messages": text(
+                    '[{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]'
+                )
+            },
+            "messages",
+        ),
         ({"text_input": text("a"), "sampling_parameters": text("[1]")}, "sampling_parameters"),
         ({"text_input": text("a"), "sampling_parameters": text("{")}, "sampling_parameters"),
     ],
@@ -178,8 +197,98 @@ def test_min_tokens_may_not_pass_max_tokens():
     assert refusal(min_tokens=9, max_tokens=8).field == "min_tokens"
 
 
-def test_log_probability_outputs_named_by_the_client_are_refused():
-    assert refusal(outputs=["text_output", "cum_log_probs"]).field == "outputs"
+@pytest.mark.parametrize(
+    ("given", "outputs", "alternatives"),
+    [
+        ({"return_log_probs": True}, {"cum_log_probs", "output_log_probs"}, 0),
+        ({"return_cumulative_logprob": True}, {"cumulative_logprob"}, 0),
+        ({"return_logprobs": True}, {"logprobs"}, 0),
+        ({"logprobs": 3}, {"logprobs"}, 3),
+        ({"logprobs": 3, "return_log_probs": True}, {"logprobs", "cum_log_probs", "output_log_probs"}, 3),
+    ],
+)
+def test_log_probabilities_are_told_in_the_form_that_was_asked_for(given, outputs, alternatives):
+    parsed = parse(**given)
+    assert parsed.wanted == {"text_output", "output_ids", *outputs}
+    assert parsed.params.wants_log_probs and parsed.params.logprobs == alternatives
+    assert (parsed.token_bytes is not None) == ("logprobs" in outputs)
+    assert not parse().params.wants_log_probs
+
+
+def test_log_probability_outputs_named_by_the_client_need_no_flag():
+    assert parse(outputs=["text_output", "cum_log_probs"]).params.wants_log_probs
+
+
+def test_what_other_models_clients_send_is_taken_where_it_changes_nothing():
+    parsed = parse(
+        n=1, best_of=1, use_beam_search=False, early_stopping=True, skip_special_tokens=True, beam_width=1,
+        num_return_sequences=1, pad_id=5, length_penalty=1.5, return_context_logits=False, random_seed=3,
+        min_length=2, stop="", bad_words=[""], stop_token_ids=[7, 8], prompt_logprobs=None,
+    )  # fmt: skip
+    params = parsed.params
+    assert (params.seed, params.min_tokens, params.stop_words, params.bad_words_ids) == (3, 2, (), ())
+    assert params.stop_token_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "guide"),
+    [
+        ({"guided_decoding_guide_type": "json"}, "json", None),
+        (
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": {"type": "object"}},
+            "json_schema",
+            '{"type": "object"}',
+        ),
+        ({"guided_decoding": {"json": {"type": "object"}}}, "json_schema", '{"type": "object"}'),
+        ({"guided_decoding": '{"json": "{}", "regex": null}'}, "json_schema", "{}"),
+        ({"guided_decoding": {"json_object": True}}, "json", None),
+        ({"guided_decoding": {"regex": "a+"}}, "regex", "a+"),
+        ({"guided_decoding": {"choice": ["yes", "n.o"]}}, "regex", "(yes|n\\.o)"),
+    ],
+)
+def test_a_guide_is_compiled_for_the_request(given, kind, guide):
+    compiled = []
+    parsed = parse_request(
+        {"text_input": text("a"), "sampling_parameters": text(json.dumps(given))},
+        {},
+        requested_outputs=ALL,
+        tokenizer=ByteCodec(),
+        limits=LIMITS,
+        compile_grammar=lambda *both: compiled.append(both) or "grammar",
+    )
+    assert parsed.grammar == "grammar" and compiled == [(kind, guide)]
+    assert parsed.params.alters_logits
+
+
+def test_a_guide_needs_its_type_and_its_text_and_a_tokenizer():
+    assert refusal(guided_decoding_guide="a").field == "guided_decoding_guide_type"
+    assert refusal(guided_decoding_guide_type="regex").field == "guided_decoding_guide"
+    assert "tokenizer" in str(refusal(guided_decoding_guide_type="json"))
+
+
+def test_tools_go_to_the_chat_template_with_the_messages():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]}]
+    assert parse(messages=messages, tools=tools, prompt=False).prompt_ids == tuple(b"[add]<user>1+1")
+    assert parse(messages=messages, tools=[], prompt=False).prompt_ids == tuple(b"<user>1+1")
+    assert refusal(tools=tools).field == "tools"
+    for bad in ("{", "{}", [{"type": "function"}], [{"function": {"name": "x"}}], [1]):
+        assert refusal(messages=messages, tools=bad, prompt=False).field == "tools"
+
+
+def test_tool_calls_come_with_their_arguments_as_objects():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = parse_messages(
+        json.dumps(
+            [
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "content": "2"},
+            ]
+        )
+    )
+    assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert messages[0]["content"] == "" and messages[1]["tool_call_id"] == "1"
+    assert messages[0]["tool_calls"][0]["id"] == "1"
 
 
 @pytest.mark.parametrize("tensors", [{}, {"messages": text('[{"role": "user", "content": "a"}]')}])

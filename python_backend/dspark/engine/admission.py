@@ -1,13 +1,23 @@
-"""What an engine may use, and which requests it can never serve."""
+"""What an engine may use, which requests it can never serve, and how a request becomes a sequence."""
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
+
+from dspark.engine.sequence import Sequence
 from dspark.errors import RequestError
-from dspark.request import Request
+from dspark.models.config import TargetConfig
+from dspark.models.tokenizer import Tokenizer
+from dspark.request import Request, SpecMetrics
+from dspark.sampling.transforms import TokenSampler
+from dspark.text.assembler import TextAssembler
 
-__all__ = ["EngineLimits", "check_request"]
+__all__ = ["EngineLimits", "check_request", "make_sequence"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +56,63 @@ def check_request(request: Request, *, vocab_size: int, limits: EngineLimits, ha
     _check_tokens("stop_token_ids", params.stop_token_ids, vocab_size)
     for word in params.bad_words_ids:
         _check_tokens("bad_words", word, vocab_size)
+    if params.guided_decoding_guide_type is not None and request.grammar is None:
+        raise RequestError(
+            "guided_decoding_guide_type",
+            params.guided_decoding_guide_type,
+            "a guide with its grammar: compile it with `sampling.grammar.GrammarCompiler`",
+        )
     if params.stop_words and not has_tokenizer:
         raise RequestError("stop_words", list(params.stop_words), "none, since no tokenizer is loaded")
+
+
+def make_sequence(
+    request: Request,
+    *,
+    sequence_id: int,
+    root: int,
+    limits: EngineLimits,
+    config: TargetConfig,
+    tokenizer: Tokenizer | None,
+    rule: Literal["auto", "rejection", "coupled"],
+) -> Sequence:
+    """Return a checked request as a sequence that holds no page yet.
+
+    Arguments:
+        sequence_id: also its place in the order of arrival.
+        root: where its page chain starts.
+        tokenizer: None serves token ids only.
+        rule: how sampled drafts are judged; see `TokenSampler`.
+    """
+    params = request.params
+    seed = params.seed if params.seed is not None else secrets.randbits(64)
+    eos_ids = tuple(sorted({*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}))
+    assembler = None
+    if tokenizer is not None:
+        assembler = TextAssembler.for_tokenizer(tokenizer, params.stop_words, min_tokens=params.min_tokens)
+    max_pages = -(-limits.max_context_len // limits.page_size)
+    return Sequence(
+        sequence_id=sequence_id,
+        request=request,
+        seed=seed,
+        sampler=TokenSampler(
+            params,
+            seed=seed,
+            prompt_ids=request.prompt_ids,
+            vocab_size=config.vocab_size,
+            eos_ids=eos_ids,
+            rule=rule,
+            grammar=request.grammar,
+        ),
+        assembler=assembler,
+        token_ids=list(request.prompt_ids),
+        prompt_len=len(request.prompt_ids),
+        arrival=sequence_id,
+        page_row=np.full(max_pages, -1, np.int32),
+        root=root,
+        node=root,
+        metrics=SpecMetrics(arrival_time_ns=request.arrival_time_ns or time.time_ns(), seed=seed),
+    )
 
 
 def _check_tokens(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

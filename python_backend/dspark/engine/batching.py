@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from dspark.engine.pages import PagePool
 from dspark.engine.sequence import Sequence
@@ -26,14 +30,39 @@ class PrefillChunk:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
+    """Who takes part in a step, in the order of the pass's rows."""
+
     decoding: tuple[Sequence, ...]
     prefill: tuple[PrefillChunk, ...]
 
     @property
+    def empty(self) -> bool:
+        return not self.decoding and not self.prefill
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return (*self.decoding, *(chunk.sequence for chunk in self.prefill))
+
+    @cached_property
     def num_prefill_tokens(self) -> int:
         return sum(chunk.count for chunk in self.prefill)
+
+    @cached_property
+    def sequence_ids(self) -> npt.NDArray[np.int64]:
+        """Ids of the decoding sequences [R]."""
+        return np.array([s.sequence_id for s in self.decoding], np.int64)
+
+    @cached_property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Which decoding sequences are not greedy [R]."""
+        return np.array([not s.request.params.greedy for s in self.decoding], np.bool_)
+
+    @cached_property
+    def altered(self) -> npt.NDArray[np.bool_]:
+        """Which decoding sequences change their logits [R]."""
+        return np.array([s.request.params.alters_logits for s in self.decoding], np.bool_)
 
 
 def _service_order(sequence: Sequence) -> tuple[int, int]:
@@ -126,6 +155,8 @@ class Batcher:
         sequence.hold_pages([*match.pages, *pages])
         sequence.cached_len = len(match.pages) * self.pool.page_size
         sequence.num_registered = len(match.pages)
+        if sequence.metrics.first_scheduled_time_ns == 0:
+            sequence.metrics.num_cached_pages = len(match.pages)
         sequence.node = match.node
         return True
 

@@ -6,25 +6,126 @@ behind it is never seen by anyone.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import time
+from collections.abc import Callable
+from functools import partial
 
+from dspark.drafters.interface import DraftBlock
+from dspark.engine.batching import StepPlan
+from dspark.engine.delivery import deliver
+from dspark.engine.judging import judge_drafts, judge_first_token
+from dspark.engine.log_probs import token_log_probs
 from dspark.engine.sequence import Sequence
-from dspark.errors import NonFiniteError
+from dspark.engine.stats import EngineStats
+from dspark.engine.step_batch import StepRows
+from dspark.executors.interface import Float32, TargetOutput
+from dspark.request import RequestOutput, TokenLogProb
 from dspark.sampling.verification import Verdict
 
-__all__ = ["append_tokens", "non_finite_error", "verified_rows"]
+__all__ = ["Committer", "append_tokens"]
 
 
-def verified_rows(finite: npt.NDArray[np.bool_]) -> int:
-    """Return how many leading rows may be used: those before the first that is not finite."""
-    return len(finite) if finite.all() else int(np.argmin(finite))
+class Committer:
+    """Judges every sequence's rows and appends what was accepted; one that fails, fails alone.
+
+    Arguments:
+        max_context_len: tokens of one sequence, prompt and answer.
+        stats: tokens and failures are counted here.
+    """
+
+    def __init__(self, *, max_context_len: int, stats: EngineStats) -> None:
+        self._max_context_len = max_context_len
+        self._stats = stats
+
+    def commit(
+        self, plan: StepPlan, block: DraftBlock, rows: StepRows, output: TargetOutput, *, started_ns: int
+    ) -> list[Verdict | None]:
+        """Advance every sequence of the pass and emit what it gained.
+
+        Arguments:
+            started_ns: when the step began, on time.time_ns()'s clock.
+
+        Returns:
+            The verdict of each decoding sequence, None where it failed.
+        """
+        now_ns = time.time_ns()
+        self._advance_prefill(plan, started_ns)
+        verdicts: list[Verdict | None] = []
+        confidence = block.confidence()
+        for index, sequence in enumerate(plan.decoding):
+            num_drafts = rows.num_drafts(index)
+            judge = partial(
+                judge_drafts,
+                sequence,
+                block,
+                index,
+                num_drafts=num_drafts,
+                span=rows.logit_span(index),
+                output=output,
+            )
+            verdict = self._take(sequence, judge, output.logits[rows.logit_span(index)], now_ns)
+            if verdict is not None:
+                sequence.record_step(
+                    block, confidence, index, verify_len=num_drafts, accepted=verdict.accepted
+                )
+            verdicts.append(verdict)
+        for chunk, row in zip((c for c in plan.prefill if c.last), rows.first_token_rows, strict=True):
+            judge = partial(judge_first_token, chunk.sequence, row, output)
+            self._take(chunk.sequence, judge, output.logits[row : row + 1], now_ns)
+        return verdicts
+
+    def _advance_prefill(self, plan: StepPlan, started_ns: int) -> None:
+        for chunk in plan.prefill:
+            sequence = chunk.sequence
+            if sequence.metrics.first_scheduled_time_ns == 0:
+                sequence.metrics.first_scheduled_time_ns = started_ns
+                self._stats.num_cached_prompt_tokens += chunk.start
+            sequence.cached_len += chunk.count
+            self._stats.num_prompt_tokens += chunk.count
+
+    def _take(
+        self, sequence: Sequence, judge: Callable[[], Verdict], logits: Float32, now_ns: int
+    ) -> Verdict | None:
+        """Judge, append and emit; an error in one sequence's own path ends that sequence only.
+
+        Arguments:
+            logits: [n, V] rows that the sequence's tokens are drawn from.
+        """
+        try:
+            verdict = judge()
+            decoded = sequence.output_len > 0
+            committed, delta = append_tokens(sequence, verdict, max_context_len=self._max_context_len)
+            if decoded:
+                sequence.cached_len += 1 + min(verdict.accepted, committed)
+            token_ids = tuple(sequence.token_ids[len(sequence.token_ids) - committed :])
+            log_probs = _log_probs(sequence, logits, token_ids)
+        except Exception as error:
+            sequence.error = error
+            self._stats.num_failed += 1
+            return None
+        metrics = sequence.metrics
+        metrics.last_token_time_ns = now_ns
+        if metrics.first_token_time_ns == 0:
+            metrics.first_token_time_ns = now_ns
+        self._stats.num_generation_tokens += committed
+        if sequence.finished:  # these leave with the last output
+            sequence.last_delta = (token_ids, delta)
+            sequence.last_log_probs = log_probs
+        else:
+            deliver(
+                sequence,
+                RequestOutput(
+                    request_id=sequence.sequence_id, token_ids=token_ids, text=delta, log_probs=log_probs
+                ),
+            )
+        return verdict
 
 
-def non_finite_error(position: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"the target gave NaN or infinite logits at position {position}; the request ends here, others go on"
-    )
+def _log_probs(sequence: Sequence, logits: Float32, token_ids: tuple[int, ...]) -> tuple[TokenLogProb, ...]:
+    params = sequence.request.params
+    if not params.wants_log_probs:
+        return ()
+    return token_log_probs(logits, token_ids, num_alternatives=params.logprobs)
 
 
 def append_tokens(sequence: Sequence, verdict: Verdict, *, max_context_len: int) -> tuple[int, str | None]:
@@ -49,6 +150,8 @@ def append_tokens(sequence: Sequence, verdict: Verdict, *, max_context_len: int)
             text += delta
             if stopped:
                 sequence.finish_reason = "stop"
+        if sequence.finish_reason is None and sequence.sampler.grammar_ends(sequence.token_ids[-committed:]):
+            sequence.finish_reason = "stop"
         if sequence.finish_reason is None and (
             sequence.output_len >= params.max_tokens or len(sequence.token_ids) >= max_context_len
         ):

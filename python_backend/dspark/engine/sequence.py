@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dspark.drafters.interface import DraftBlock
 from dspark.executors.interface import Float32, Int32
-from dspark.request import FinishReason, Request, SpecMetrics, StepRecord
+from dspark.request import FinishReason, Request, SpecMetrics, StepRecord, TokenLogProb
 from dspark.sampling.transforms import TokenSampler
 from dspark.text.assembler import TextAssembler
 
@@ -35,6 +35,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     last_delta: tuple[tuple[int, ...], str | None] = ((), None)  # what the last output still has to carry
+    last_log_probs: tuple[TokenLogProb, ...] = ()  # of these tokens
     records: list[StepRecord] = field(default_factory=list)
 
     @property

@@ -36,7 +36,7 @@ class StepRows:
     def committed_rows(self, plan: StepPlan, *, wanted: Callable[[Sequence], bool]) -> Int32:
         """Return the rows of the pass whose tokens are now committed and cached."""
         kept: list[Int32] = []
-        for index, sequence in enumerate((*plan.decoding, *(chunk.sequence for chunk in plan.prefill))):
+        for index, sequence in enumerate(plan.sequences):
             if sequence.error is not None or not wanted(sequence):
                 continue
             start, end = self.batch.query_start[index], self.batch.query_start[index + 1]

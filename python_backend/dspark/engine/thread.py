@@ -8,7 +8,9 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from dspark.engine.engine import Engine, EngineStats
+from dspark.engine.engine import Engine
+from dspark.engine.stats import EngineStats
+from dspark.engine.step_report import StepWatcher
 from dspark.errors import CapacityError, EngineError
 from dspark.request import Request, RequestOutput
 
@@ -76,6 +78,10 @@ class EngineThread:
             self._inbox.append((request_id, request))
             self._wake.notify()
         return request_id
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Have every later step reported, from the engine's thread."""
+        self._engine.watcher = watcher
 
     def cancel(self, request_id: int) -> None:
         """End a request before the next step; its last output says "cancelled"."""

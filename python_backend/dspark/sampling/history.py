@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import RequestError
-from dspark.request import SamplingParams
+from dspark.request import Grammar, SamplingParams
 
 __all__ = ["TokenHistory"]
 
@@ -26,18 +26,26 @@ _LARGEST = float(np.finfo(np.float32).max)
 class TokenHistory:
     """Prompt and output of one request, and the logit transforms that depend on them.
 
-    Order of the transforms: bad words and end tokens before `min_tokens` are masked with -inf; repetition
-    penalty over prompt + output + drafted (positive logits divided, others multiplied); frequency and
-    presence penalty over output + drafted (counts times one, plus the other where there are any).
+    Order of the transforms: bad words, end tokens before `min_tokens` and what the grammar forbids are masked
+    with -inf; repetition penalty over prompt + output + drafted (positive logits divided, others multiplied);
+    frequency and presence penalty over output + drafted (counts times one, plus the other where there are
+    any).
     """
 
     def __init__(
-        self, params: SamplingParams, *, prompt_ids: Sequence[int], vocab_size: int, end_ids: Collection[int]
+        self,
+        params: SamplingParams,
+        *,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        end_ids: Collection[int],
+        grammar: Grammar | None = None,
     ) -> None:
         self.num_outputs = 0
         self.num_tokens = len(prompt_ids)  # prompt and output
         self._params = params
         self._vocab_size = vocab_size
+        self._end_set = frozenset(end_ids)
         self._end_ids = np.array(sorted(end_ids), np.int32)
         self._banned = np.array([word[0] for word in params.bad_words_ids if len(word) == 1], np.int32)
         self._bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
@@ -47,7 +55,8 @@ class TokenHistory:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-        self._always_alters = self._penalised or bool(params.bad_words_ids)
+        self._grammar = grammar
+        self._always_alters = self._penalised or bool(params.bad_words_ids) or grammar is not None
         # Distinct tokens and how often each was produced; the first `_size` entries count.
         self._size = 0
         self._ids = np.zeros(64, np.int32)
@@ -63,9 +72,18 @@ class TokenHistory:
         self.num_outputs += len(token_ids)
         self.num_tokens += len(token_ids)
         self._tail.extend(token_ids)
+        if self._grammar is not None:
+            self._grammar.commit(tuple(token for token in token_ids if token not in self._end_set))
         if self._penalised:
             for token_id in token_ids:
                 self._counts[self._entry(token_id)] += 1
+
+    def grammar_ends(self, drafted: Sequence[int]) -> bool:
+        """Return whether nothing but the end can follow `drafted` uncommitted tokens."""
+        if self._grammar is None or not self._grammar.may_end(tuple(drafted)):
+            return False
+        allowed = self._grammar.allowed(tuple(drafted))
+        return allowed is not None and not allowed.any()
 
     def alters(self, num_drafted: int) -> bool:
         """Return whether the row behind `num_drafted` drafted tokens is changed by anything here."""
@@ -84,6 +102,8 @@ class TokenHistory:
             RequestError: when the bans leave no token.
         """
         row = logits.copy()
+        if self._grammar is not None:
+            self._follow_grammar(row, drafted, entry_of_token)
         masked = self._masked_ids(drafted)
         if len(masked):
             row[_entries(masked, entry_of_token)[0]] = -np.inf
@@ -94,6 +114,25 @@ class TokenHistory:
                 "bad_words", list(self._params.bad_words_ids), "words that leave a token to produce"
             )
         return row
+
+    def _follow_grammar(self, row: Float32, drafted: Sequence[int], entry_of_token: Int32 | None) -> None:
+        """Mask what the grammar forbids; a row behind drafts that break it, or behind its end, is left alone: what
+        is drawn there is never committed. So is a reduced vocabulary without an allowed token.
+        """
+        assert self._grammar is not None
+        drafted = tuple(drafted)
+        allowed = self._grammar.allowed(drafted)
+        if allowed is None:
+            return
+        if len(self._end_ids) and self._grammar.may_end(drafted):
+            allowed = allowed.copy()
+            allowed[self._end_ids] = True
+        if entry_of_token is not None:
+            entries = entry_of_token[np.flatnonzero(allowed)]
+            allowed = np.zeros(len(row), np.bool_)
+            allowed[entries[entries >= 0]] = True
+        if allowed.any():
+            row[~allowed] = -np.inf
 
     def _ends_masked(self, num_drafted: int) -> bool:
         return self.num_outputs + num_drafted < self._params.min_tokens and len(self._end_ids) > 0

@@ -1,8 +1,9 @@
 """Logit transforms of one request, applied alike to drafted and target rows.
 
-Order: history transforms (`history.py`: bad words and end tokens masked, then repetition, frequency and
-presence penalty), temperature, top-k, top-p, min-p (`truncation.py`). The history transforms apply at
-temperature 0 too. The likeliest token always survives; among equals the lowest id counts as the likelier one.
+Order: history transforms (`history.py`: bad words, end tokens and what a grammar forbids masked, then
+repetition, frequency and presence penalty), temperature, top-k, top-p, min-p (`truncation.py`). The history
+transforms apply at temperature 0 too. The likeliest token always survives; among equals the lowest id counts as
+the likelier one.
 
 How a token is drawn depends on whether the client named a seed:
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import NonFiniteError, RequestError
-from dspark.request import SamplingParams
+from dspark.request import Grammar, SamplingParams
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.gumbel import gumbel_argmax
 from dspark.sampling.history import TokenHistory
@@ -55,6 +56,7 @@ class TokenSampler:
         vocab_size: V of the target.
         eos_ids: the model's own end tokens.
         rule: how sampled drafts are judged; "auto" = "coupled" for a named seed, else "rejection".
+        grammar: what the answer must follow, if anything; this sampler's own from now on.
 
     Raises:
         RequestError: when a token id of the request is outside the vocabulary.
@@ -69,6 +71,7 @@ class TokenSampler:
         vocab_size: int,
         eos_ids: Sequence[int],
         rule: Literal["auto", "rejection", "coupled"] = "auto",
+        grammar: Grammar | None = None,
     ) -> None:
         _check_ids("end_id", () if params.end_id in (None, -1) else (params.end_id or 0,), vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -81,7 +84,7 @@ class TokenSampler:
         self.vocab_size = vocab_size
         self.end_ids = _end_ids(params, eos_ids)  # tokens that end the answer
         self._history = TokenHistory(
-            params, prompt_ids=prompt_ids, vocab_size=vocab_size, end_ids=self.end_ids
+            params, prompt_ids=prompt_ids, vocab_size=vocab_size, end_ids=self.end_ids, grammar=grammar
         )
 
     @property
@@ -104,6 +107,10 @@ class TokenSampler:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens to the history."""
         self._history.commit(token_ids)
+
+    def grammar_ends(self, drafted: Sequence[int] = ()) -> bool:
+        """Return whether the grammar leaves nothing but the end behind `drafted` uncommitted tokens."""
+        return self._history.grammar_ends(drafted)
 
     def alters(self, num_drafted: int = 0) -> bool:
         """Return whether the history changes the row behind `num_drafted` drafted tokens.

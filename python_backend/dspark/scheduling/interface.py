@@ -20,6 +20,7 @@ import numpy.typing as npt
 __all__ = [
     "Bool",
     "Calibrator",
+    "CostEstimate",
     "Float32",
     "Float64",
     "Int",
@@ -66,10 +67,26 @@ class StepObservation:
     step_s: float = 0.0  # seconds of the whole step, sampling and commit included; 0 = draft_s + verify_s
 
 
+class CostEstimate(Protocol):
+    """What is shown of a cost model; `cost_model` has it."""
+
+    @property
+    def error(self) -> float:
+        """Median relative error of the last predictions; 0 with none."""
+
+
 class Scheduler(Protocol):
     """See the module's text. Sequence ids are the engine's; state of an id lives until `release`."""
 
     policy: str
+
+    @property
+    def cost_model(self) -> CostEstimate | None:
+        """What predicts the seconds of a step, where the policy or its maker has one."""
+
+    @property
+    def calibrator(self) -> Calibrator | None:
+        """What turns confidence logits into probabilities, where there is one."""
 
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
         """Return the most drafts worth asking from each sequence in this step, 0 = do not draft it.
@@ -124,6 +141,9 @@ class Calibrator(Protocol):
     def observe(self, logits: Float32, labels: Float64, *, sampled: Bool, usable: Bool) -> None:
         """Take what a step showed: labels [R, G] in [0, 1], NaN = unknown; rows that are not usable [R] are
         left out."""
+
+    def ece(self) -> Float64:
+        """Return the expected calibration error of each position [G]; NaN where nothing is known."""
 
     def deepest_starved(self) -> int:
         """Return the deepest position (from 1) that has shown nothing for long, 0 when there is none."""

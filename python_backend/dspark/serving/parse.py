@@ -1,15 +1,12 @@
-"""Request tensors, request parameters and `sampling_parameters` JSON -> one checked `ParsedRequest`.
+"""What the fields of a request mean: one checked `ParsedRequest`, or an error that names the field.
 
-Pure: knows the wire contract and a tokenizer, and neither Triton nor the engine. Where a field is given
-twice the tensor wins, then the request parameter, then the JSON object. Unknown request parameters are left
-alone (Triton forwards headers and its own options as such); an unknown key in the JSON object is refused by
-name.
+Pure: knows the wire contract and a tokenizer, and neither Triton nor the engine. Where fields come from is
+`fields`' business, what chat messages look like `chat`'s.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
 
@@ -17,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import RequestError
-from dspark.request import SAMPLING_FIELDS, SamplingParams
-from dspark.serving.contract import ALIASES, INPUTS, INPUTS_BY_NAME, OUTPUTS, InputSpec
+from dspark.request import SAMPLING_FIELDS, Grammar, SamplingParams
+from dspark.serving.chat import parse_messages, parse_tools
+from dspark.serving.contract import OUTPUTS
+from dspark.serving.fields import read_fields
 
-__all__ = ["ModelLimits", "ParsedRequest", "TextCodec", "parse_request"]
+__all__ = ["GrammarCompiler", "ModelLimits", "ParsedRequest", "TextCodec", "parse_request"]
 
 _PROMPT_FIELDS: Final = ("text_input", "input_ids", "messages")
 _ONE_PROMPT: Final = "exactly one of text_input, input_ids and messages"
@@ -29,6 +28,9 @@ _PERF_OUTPUTS: Final = (
     "acceptance_rate",
     "total_accepted_draft_tokens",
     "total_draft_tokens",
+    "kv_cache_alloc_total_blocks",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
     "arrival_time_ns",
     "first_scheduled_time_ns",
     "first_token_time_ns",
@@ -36,13 +38,27 @@ _PERF_OUTPUTS: Final = (
     "spec_decode_metrics",
 )
 _OUTPUTS_OF_FLAG: Final[dict[str, tuple[str, ...]]] = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_cumulative_logprob": ("cumulative_logprob",),
+    "return_logprobs": ("logprobs",),
+    "logprobs": ("logprobs",),
     "return_num_input_tokens": ("num_input_tokens",),
     "return_num_output_tokens": ("num_output_tokens",),
     "return_finish_reason": ("finish_reason",),
     "return_perf_metrics": _PERF_OUTPUTS,
 }
-_LOG_PROB_OUTPUTS: Final = frozenset({"cum_log_probs", "output_log_probs"})
-_INT_RANGE: Final = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
+_LOG_PROB_OUTPUTS: Final = frozenset({"cum_log_probs", "output_log_probs", "cumulative_logprob", "logprobs"})
+# What clients of other models send, and the one value of it that is done here.
+_NEUTRAL: Final[dict[str, object]] = {
+    "beam_width": 1,
+    "num_return_sequences": 1,
+    "return_context_logits": False,
+    "return_generation_logits": False,
+    "use_draft_logits": False,
+}
+
+# From a guide's type and text to the grammar of one request. Raises RequestError.
+GrammarCompiler = Callable[[str, str | None], Grammar]
 
 
 class TextCodec(Protocol):
@@ -52,7 +68,11 @@ class TextCodec(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, object]]) -> Sequence[int]: ...
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, object]], *, tools: Sequence[Mapping[str, object]] | None = None
+    ) -> Sequence[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +93,14 @@ class ParsedRequest:
 
     prompt_ids: tuple[int, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
+    grammar: Grammar | None = None
     stream: bool = False
     cancels: bool = False
     echo_text: str | None = None  # put before the answer's text; None = the input is left out
     wanted: frozenset[str] = _ALL_OUTPUTS  # names of the outputs to fill
     timeout_ms: int = 0  # 0 = none
     priority: int = 0
+    token_bytes: Callable[[int], bytes] | None = None  # of the tokenizer, where log probabilities are told
 
 
 def parse_request(
@@ -88,6 +110,7 @@ def parse_request(
     requested_outputs: Iterable[str],
     tokenizer: TextCodec | None,
     limits: ModelLimits,
+    compile_grammar: GrammarCompiler | None = None,
 ) -> ParsedRequest:
     """Check everything a client sent and turn it into what the engine takes.
 
@@ -97,195 +120,36 @@ def parse_request(
         requested_outputs: output names the client asked for; Triton names all of them when it asked for none.
         tokenizer: None where the model was loaded without one (then only `input_ids` work).
         limits: of the loaded model.
+        compile_grammar: None where no grammar can be followed.
 
     Raises:
         RequestError: naming the field, the value and what is allowed.
     """
-    fields = _read_fields(tensors, parameters)
+    fields = read_fields(tensors, parameters)
     requested = frozenset(requested_outputs)
     if fields.get("stop"):
         return ParsedRequest(cancels=True, wanted=requested)
-    _refuse_log_probs(fields, requested)
-
+    _refuse_what_is_not_done(fields)
+    wanted = _wanted(fields, requested)
     prompt_ids = _prompt_ids(fields, tokenizer, limits)
     room = limits.max_context_len - len(prompt_ids)
-    params = _sampling_params(fields, tokenizer, limits, room=room)
+    params = _sampling_params(
+        fields, tokenizer, limits, room=room, log_probs=bool(wanted & _LOG_PROB_OUTPUTS)
+    )
     timeout_ms = cast(int, fields.get("timeout_ms", 0))
     if timeout_ms < 0:
         raise RequestError("timeout_ms", timeout_ms, "a whole number >= 0 (0 = no limit)")
     return ParsedRequest(
         prompt_ids=prompt_ids,
         params=params,
+        grammar=_grammar(params, compile_grammar),
         stream=cast(bool, fields.get("stream", False)),
         echo_text=_echo_text(fields, prompt_ids, tokenizer),
-        wanted=_wanted(fields, requested),
+        wanted=wanted,
         timeout_ms=timeout_ms,
         priority=cast(int, fields.get("priority", 0)),
+        token_bytes=None if tokenizer is None or "logprobs" not in wanted else tokenizer.token_bytes,
     )
-
-
-# ---- where fields come from ------------------------------------------------------------------------------
-
-
-def _read_fields(
-    tensors: Mapping[str, npt.NDArray[np.generic]], parameters: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the value of every field that was given, under its canonical name, already of its own type."""
-    from_tensors = {name: _from_tensor(INPUTS_BY_NAME[name], array) for name, array in tensors.items()}
-    from_parameters = {
-        name: _from_value(INPUTS_BY_NAME[name], value)
-        for name, value in parameters.items()
-        if name in INPUTS_BY_NAME and value is not None
-    }
-    text = from_tensors.pop("sampling_parameters", None)
-    fallback = from_parameters.pop("sampling_parameters", None)
-    from_json = _from_json(cast("str | None", fallback if text is None else text))
-
-    fields: dict[str, object] = {}
-    for source in (from_json, from_parameters, from_tensors):  # the later wins
-        fields.update(_canonical(source))
-    return fields
-
-
-def _canonical(source: Mapping[str, object]) -> dict[str, object]:
-    """Rename aliases; two spellings of one field must agree. `stop` with texts is `stop_words`."""
-    fields: dict[str, object] = {}
-    for sent_as, value in source.items():
-        name = ALIASES.get(sent_as, sent_as)
-        if sent_as == "stop" and not isinstance(value, bool):
-            name = "stop_words"
-        if name in fields and fields[name] != value:
-            raise RequestError(
-                sent_as, value, f"what its other spelling says ({fields[name]!r}), or only one of the two"
-            )
-        fields[name] = value
-    return fields
-
-
-def _from_json(text: str | None) -> dict[str, object]:
-    if text is None or not text.strip():
-        return {}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("sampling_parameters", text, f"a JSON object ({error})") from None
-    if not isinstance(given, dict):
-        raise RequestError("sampling_parameters", text, "a JSON object")
-    fields: dict[str, object] = {}
-    for name, value in given.items():
-        spec = INPUTS_BY_NAME.get(name)
-        if spec is None or name == "sampling_parameters":
-            known = ", ".join(sorted(i.name for i in INPUTS if i.name != "sampling_parameters"))
-            raise RequestError("sampling_parameters", name, f"an object with keys among: {known}")
-        if value is not None:
-            fields[name] = _from_value(spec, value)
-    return fields
-
-
-# ---- one value -------------------------------------------------------------------------------------------
-
-
-def _from_tensor(spec: InputSpec, array: npt.NDArray[np.generic]) -> object:
-    if array.ndim != 2 or array.shape[0] != 1 or (not spec.many and array.shape[1] != 1):
-        raise RequestError(
-            spec.name, f"a tensor of shape {list(array.shape)}", f"shape [1, {'n' if spec.many else '1'}]"
-        )
-    if spec.wire_type == "STRING":
-        words = tuple(_text(spec.name, word) for word in array[0])
-        return words if spec.many else words[0]
-    if spec.wire_type == "FP32":
-        # The shortest decimal that is this float32: 0.7 sent as FP32 means 0.7, as it does in JSON.
-        return float(str(array[0, 0]))
-    values = tuple(array[0].tolist())
-    return values if spec.many else values[0]
-
-
-def _from_value(spec: InputSpec, value: object) -> object:
-    """Check a request parameter or JSON value; numbers may come as text (vLLM's clients send them so)."""
-    if spec.name == "stop":
-        return value if isinstance(value, bool) else _words(spec.name, value)
-    if spec.name == "messages" and isinstance(value, list):
-        return json.dumps(value)
-    if spec.many:
-        return _words(spec.name, value) if spec.wire_type == "STRING" else _ids(spec.name, value)
-    if spec.wire_type == "STRING":
-        return _text(spec.name, value)
-    if spec.wire_type == "BOOL":
-        return _truth(spec.name, value)
-    return _real(spec.name, value) if spec.wire_type == "FP32" else _whole(spec.name, value, spec.wire_type)
-
-
-def _text(name: str, value: object) -> str:
-    try:
-        if isinstance(value, bytes):
-            return value.decode("utf-8")
-        if isinstance(value, str):
-            value.encode("utf-8")
-            return value
-    except UnicodeError as error:
-        raise RequestError(name, value, f"text in valid UTF-8 ({error.reason})") from None  # type: ignore[attr-defined]
-    raise RequestError(name, value, "text")
-
-
-def _json_list(value: object) -> object:
-    """Return the list that a text holds as JSON, or the value as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
-def _words(name: str, value: object) -> tuple[str, ...]:
-    value = _json_list(value)
-    if isinstance(value, list):
-        return tuple(_text(name, word) for word in value)
-    return (_text(name, value),)
-
-
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    value = _json_list(value)
-    if not isinstance(value, list):
-        raise RequestError(name, value, "a list of token ids")
-    return tuple(_whole(name, token, "INT32") for token in value)
-
-
-def _truth(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str | int) and str(value).strip().lower() in ("true", "false", "1", "0"):
-        return str(value).strip().lower() in ("true", "1")
-    raise RequestError(name, value, "true or false")
-
-
-def _whole(name: str, value: object, wire_type: str) -> int:
-    low, high = _INT_RANGE[wire_type]
-    number: int | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    elif isinstance(value, float) and value.is_integer():
-        number = int(value)
-    elif isinstance(value, str):
-        try:
-            number = int(value)
-        except ValueError:
-            number = None
-    if number is None or not low <= number <= high:
-        raise RequestError(name, value, f"a whole number from {low} to {high}")
-    return number
-
-
-def _real(name: str, value: object) -> float:
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            pass
-    raise RequestError(name, value, "a number")
-
-
-# ---- what the fields mean --------------------------------------------------------------------------------
 
 
 def _prompt_ids(
@@ -295,6 +159,8 @@ def _prompt_ids(
     if len(given) != 1:
         raise RequestError("text_input" if not given else given[1], given or None, _ONE_PROMPT)
     name = given[0]
+    if "tools" in fields and name != "messages":
+        raise RequestError("tools", fields["tools"], "tools beside messages, whose chat template takes them")
     if name == "input_ids":
         ids = cast("tuple[int, ...]", fields[name])
         for token in ids:
@@ -305,7 +171,9 @@ def _prompt_ids(
     elif name == "text_input":
         ids = tuple(tokenizer.encode(cast(str, fields[name])))
     else:
-        ids = tuple(tokenizer.apply_chat_template(_messages(cast(str, fields[name]))))
+        tools = parse_tools(cast(str, fields["tools"])) if "tools" in fields else None
+        messages = parse_messages(cast(str, fields[name]))
+        ids = tuple(tokenizer.apply_chat_template(messages, tools=tools or None))
     if not ids:
         raise RequestError(name, fields[name], "a prompt of at least one token")
     longest = limits.max_context_len - 1
@@ -315,27 +183,21 @@ def _prompt_ids(
     return ids
 
 
-def _messages(text: str) -> list[dict[str, str]]:
-    allowed = 'a JSON list of at least one {"role": text, "content": text}'
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("messages", text, f"{allowed} ({error})") from None
-    if not isinstance(given, list) or not given:
-        raise RequestError("messages", text, allowed)
-    messages = []
-    for message in given:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise RequestError("messages", message, allowed)
-        messages.append({key: _text("messages", message[key]) for key in ("role", "content")})
-    return messages
-
-
 def _sampling_params(
-    fields: Mapping[str, object], tokenizer: TextCodec | None, limits: ModelLimits, *, room: int
+    fields: Mapping[str, object],
+    tokenizer: TextCodec | None,
+    limits: ModelLimits,
+    *,
+    room: int,
+    log_probs: bool,
 ) -> SamplingParams:
     """Build the sampling parameters; `room` is the number of tokens the context has left for the answer."""
     values = {name: value for name, value in fields.items() if name in SAMPLING_FIELDS}
+    values["return_log_probs"] = log_probs
+    for name in ("stop_words", "bad_words"):
+        if fields.get(name) == ("",):  # how clients of TensorRT-LLM's ensemble say "none"
+            fields = {**fields, name: ()}
+            values.pop(name, None)
     if "max_tokens" not in values:
         values["max_tokens"] = min(SamplingParams().max_tokens, room)
     elif cast(int, values["max_tokens"]) > room:
@@ -365,20 +227,21 @@ def _bad_words_ids(words: Iterable[str], tokenizer: TextCodec) -> tuple[tuple[in
     return tuple(spellings)
 
 
-def _refuse_log_probs(fields: Mapping[str, object], requested: frozenset[str]) -> None:
-    if fields.get("return_log_probs"):
+def _grammar(params: SamplingParams, compile_grammar: GrammarCompiler | None) -> Grammar | None:
+    kind = params.guided_decoding_guide_type
+    if kind is None:
+        return None
+    if compile_grammar is None:
         raise RequestError(
-            "return_log_probs", True, "false: this version does not give log probabilities yet"
+            "guided_decoding_guide_type", kind, "nothing: the loaded target came without a tokenizer"
         )
-    if fields.get("logprobs"):
-        raise RequestError(
-            "logprobs", fields["logprobs"], "0: this version does not give log probabilities yet"
-        )
-    if requested != _ALL_OUTPUTS and requested & _LOG_PROB_OUTPUTS:
-        named = sorted(requested & _LOG_PROB_OUTPUTS)
-        raise RequestError(
-            "outputs", named, "outputs without log probabilities: this version does not give them yet"
-        )
+    return compile_grammar(kind, params.guided_decoding_guide)
+
+
+def _refuse_what_is_not_done(fields: Mapping[str, object]) -> None:
+    for name, value in _NEUTRAL.items():
+        if fields.get(name, value) != value:
+            raise RequestError(name, fields[name], f"{str(value).lower()}: more is not done here")
 
 
 def _wanted(fields: Mapping[str, object], requested: frozenset[str]) -> frozenset[str]:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dspark.errors import DSparkError, EngineError
 from dspark.request import RequestOutput, SpecMetrics
 from dspark.serving.contract import OUTPUTS
+from dspark.serving.log_probs import log_prob_values
 from dspark.serving.parse import ParsedRequest
 
 __all__ = ["Arrays", "Outbox", "ResponseSender", "ResponseStream", "answer_arrays", "wire_error"]
@@ -80,6 +81,7 @@ class ResponseStream:
         self._ending = False  # its last output is in _pending or sent
         # Of the outbox thread alone.
         self._echoed = False
+        self._log_prob = 0.0  # of what was sent
 
     def emit(self, output: RequestOutput) -> None:
         """Take one output; never blocks, never raises. What comes after the last one is dropped."""
@@ -116,8 +118,11 @@ class ResponseStream:
             error = outputs[-1].error
             delta = outputs if error is None else outputs[:-1]
             if delta and (error is None or self.parsed.stream):
-                arrays = answer_arrays(self.parsed, delta, echo=not self._echoed)
+                arrays = answer_arrays(
+                    self.parsed, delta, echo=not self._echoed, log_prob_before=self._log_prob
+                )
                 self._echoed = True
+                self._log_prob += sum(entry.log_prob for output in delta for entry in output.log_probs)
                 sender.send(arrays, final=delta[-1].final)
             if error is not None:
                 sender.fail(*wire_error(error))
@@ -131,13 +136,14 @@ class ResponseStream:
 
 
 def answer_arrays(
-    parsed: ParsedRequest, outputs: list[RequestOutput], *, echo: bool
+    parsed: ParsedRequest, outputs: list[RequestOutput], *, echo: bool, log_prob_before: float = 0.0
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Join consecutive outputs of one request into the arrays of one answer, [1, 1] or [1, n].
 
     Arguments:
         outputs: at least one, none with an error.
         echo: put `parsed.echo_text` in front.
+        log_prob_before: log probability of the answers before this one.
     """
     token_ids = [token for output in outputs for token in output.token_ids]
     text = "".join(output.text or "" for output in outputs)
@@ -149,12 +155,15 @@ def answer_arrays(
         "num_input_tokens": len(parsed.prompt_ids),
         "num_output_tokens": len(token_ids),
     }
+    if parsed.params.wants_log_probs:
+        entries = [entry for output in outputs for entry in output.log_probs]
+        values.update(log_prob_values(token_ids, entries, parsed.token_bytes, before=log_prob_before))
     last = outputs[-1]
     if last.finish_reason is not None:
         values["finish_reason"] = last.finish_reason.encode()
         values.update(_perf_values(last.metrics or SpecMetrics()))
     return {
-        name: np.array([value if name == "output_ids" else [value]], dtype=_NUMPY_TYPES[name])
+        name: np.array([value if isinstance(value, list) else [value]], dtype=_NUMPY_TYPES[name])
         for name, value in values.items()
         if name in parsed.wanted
     }
@@ -180,6 +189,9 @@ def _perf_values(metrics: SpecMetrics) -> dict[str, object]:
         "acceptance_rate": acceptance_rate,
         "total_accepted_draft_tokens": accepted,
         "total_draft_tokens": drafted,
+        "kv_cache_alloc_total_blocks": metrics.num_pages,
+        "kv_cache_alloc_new_blocks": metrics.num_pages - metrics.num_cached_pages,
+        "kv_cache_reused_blocks": metrics.num_cached_pages,
         "arrival_time_ns": metrics.arrival_time_ns,
         "first_scheduled_time_ns": metrics.first_scheduled_time_ns,
         "first_token_time_ns": metrics.first_token_time_ns,

@@ -20,9 +20,12 @@ from dspark.config import load_serve_config
 from dspark.errors import EngineError, RequestError
 from dspark.request import Request, RequestOutput
 from dspark.runtime import Runtime, load_runtime
+from dspark.sampling.grammar import GrammarCompiler
+from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
 from dspark.serving.paths import resolve_paths
 from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
+from dspark.serving.telemetry import MetricsThread, RequestMeter, Telemetry, failure_reason
 from dspark.serving.watch import RunDir, watch_parents
 
 __all__ = ["TritonPythonModel"]
@@ -76,6 +79,11 @@ class TritonPythonModel:
         except Exception as error:
             _log.exception("loading failed")
             raise pb_utils.TritonModelException(wire_error(error)[1]) from None
+        self._compile_grammar = (
+            GrammarCompiler(runtime.tokenizer, vocab_size=runtime.target_config.vocab_size)
+            if runtime.tokenizer is not None
+            else None
+        )
         self._limits = ModelLimits(
             vocab_size=runtime.target_config.vocab_size,
             # A cache smaller than one context bounds a sequence, too.
@@ -83,6 +91,11 @@ class TritonPythonModel:
                 runtime.limits.max_context_len, runtime.limits.num_pages * runtime.limits.page_size
             ),
         )
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._sink = TritonMetricSink(pb_utils, labels)
+        self._telemetry = Telemetry(self._sink, runtime.scheduler)
+        runtime.engine.watch(self._telemetry.step)
+        self._metrics = MetricsThread(self._telemetry, runtime.engine.stats)
         self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
         self._runtime = runtime
         _log.info("ready (process %d)", os.getpid())
@@ -96,6 +109,8 @@ class TritonPythonModel:
             except Exception as error:
                 if wire_error(error)[0] == "INTERNAL":
                     _log.exception("a request failed")
+                if self._runtime is not None:
+                    self._telemetry.failed(failure_reason(error))
                 stream.fail(error)
 
     def finalize(self) -> None:
@@ -105,18 +120,21 @@ class TritonPythonModel:
         self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
         self._runtime.engine.close()
         self._outbox.close()
+        self._metrics.close()
+        self._sink.close()
 
     def _submit(self, request: Any, stream: ResponseStream) -> None:
         runtime = self._runtime
         if runtime is None:
             raise EngineError("the model is not loaded")
-        arrived_s = time.monotonic()
+        arrived_s, arrived_ns = time.monotonic(), time.time_ns()
         parsed = parse_request(
             {tensor.name(): _array(tensor) for tensor in request.inputs()},
             json.loads(request.parameters() or "{}"),
             requested_outputs=request.requested_output_names(),
             tokenizer=runtime.tokenizer,
             limits=self._limits,
+            compile_grammar=self._compile_grammar,
         )
         stream.parsed = parsed
         if parsed.cancels:
@@ -127,10 +145,12 @@ class TritonPythonModel:
             Request(
                 prompt_ids=parsed.prompt_ids,
                 params=parsed.params,
-                emit=stream.emit,
+                emit=RequestMeter(self._telemetry, stream.emit, arrived_s=arrived_s),
                 is_cancelled=stream.is_cancelled,
                 deadline_s=arrived_s + timeout_s if timeout_s else None,
                 priority=parsed.priority,
+                arrival_time_ns=arrived_ns,
+                grammar=parsed.grammar,
             )
         )
 

@@ -1,0 +1,127 @@
+"""The steps draft and schedule: which sequences get a block, and how much of it the target verifies.
+
+The policy decides; this file asks it, asks the drafter, and sees to pages. A drafter that fails costs its drafts and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from dspark.drafters.interface import DraftBlock, Drafter, DraftInput
+from dspark.engine.batching import Batcher, StepPlan
+from dspark.engine.sequence import Sequence
+from dspark.engine.stats import EngineStats
+from dspark.engine.step_batch import StepRows
+from dspark.executors.interface import Int32, TargetOutput
+from dspark.scheduling.scheduler import Scheduler
+
+__all__ = ["DraftStage"]
+
+log = logging.getLogger("dspark.engine")
+
+
+class DraftStage:
+    """Stands between the engine, the drafter and the policy.
+
+    Arguments:
+        drafter: its cache is allocated.
+        scheduler: the policy.
+        batcher: gives pages for drafts.
+        max_context_len: tokens of one sequence; no draft goes beyond.
+        stats: faults of the drafter are counted here.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        *,
+        batcher: Batcher,
+        max_context_len: int,
+        stats: EngineStats,
+    ) -> None:
+        self._drafter = drafter
+        self._scheduler = scheduler
+        self._batcher = batcher
+        self._max_context_len = max_context_len
+        self._stats = stats
+        # A policy that never drafts spares the drafter's context as well.
+        self.enabled = drafter.block_size > 0 and scheduler.policy != "none"
+        self._feeds_context = self.enabled and bool(drafter.feature_layer_ids)
+
+    def root_of(self, *, drafts: bool) -> int:
+        """Return where the page chain of a sequence starts that may, or may not, draft."""
+        return self._batcher.pool.root("drafter" if self._feeds_context and drafts else "target")
+
+    def draft(self, plan: StepPlan) -> DraftBlock:
+        """Return a block for the decoding sequences of this step; those not worth drafting have 0 tokens in it."""
+        sequences = plan.decoding
+        empty = DraftBlock.empty(len(sequences), self._drafter.block_size)
+        if not self.enabled or not sequences:
+            return empty
+        caps = np.array([self._cap(s) for s in sequences], np.int32)
+        wanted = self._scheduler.draft_len(
+            sequence_ids=plan.sequence_ids, caps=caps, prefill_tokens=plan.num_prefill_tokens
+        )
+        if not wanted.any():
+            return empty
+        inputs = [
+            DraftInput(
+                sequence_id=s.sequence_id,
+                token_ids=s.token_ids,
+                max_drafts=int(min(want, cap)),
+                sampler=s.sampler,
+                pages=s.pages,
+            )
+            for s, want, cap in zip(sequences, wanted, caps, strict=True)
+        ]
+        try:
+            return self._drafter.propose(inputs)
+        except Exception:  # drafts are optional: the target alone still gives the right answer
+            self._stats.num_drafter_faults += 1
+            if self._stats.num_drafter_faults == 1:
+                log.exception("the drafter failed; this step goes on without drafts")
+            return empty
+
+    def schedule(self, plan: StepPlan, block: DraftBlock) -> Int32:
+        """Return how many drafts of each decoding sequence are verified [R]; pages for them are held."""
+        if not block.num_tokens.any():
+            return np.zeros(len(plan.decoding), np.int32)
+        verify_len = self._scheduler.verify_len(
+            sequence_ids=plan.sequence_ids,
+            confidence_logits=block.confidence_logits,
+            num_drafts=block.num_tokens,
+            sampled=plan.sampled,
+            altered=plan.altered,
+            prefill_tokens=plan.num_prefill_tokens,
+        )
+        room = self._batcher.room_for_drafts
+        return np.array(
+            [room(s, length) for s, length in zip(plan.decoding, verify_len.tolist(), strict=True)], np.int32
+        )
+
+    def feed(self, plan: StepPlan, rows: StepRows, output: TargetOutput) -> None:
+        """Hand the features of rows whose tokens are now committed to a drafter that wants them."""
+        if not self._feeds_context:
+            return
+        root = self.root_of(drafts=True)
+        kept = rows.committed_rows(plan, wanted=lambda s: s.root == root)
+        if not len(kept):
+            return
+        assert output.features is not None
+        self._drafter.observe(
+            features=output.features[kept], positions=rows.batch.positions[kept], slots=rows.batch.slots[kept]
+        )
+
+    def _cap(self, sequence: Sequence) -> int:
+        """Return the most drafts that could be of use: request's cap, block size, room in the context."""
+        params = sequence.request.params
+        cap = min(self._drafter.block_size, self._max_context_len - len(sequence.token_ids))
+        if params.num_draft_tokens >= 0:
+            cap = min(cap, params.num_draft_tokens)
+        if not self._scheduler.policy.startswith("fixed:"):  # fixed:K means K, also at the end of an answer
+            cap = min(cap, params.max_tokens - sequence.output_len - 1)
+        return max(cap, 0)

@@ -1,0 +1,68 @@
+"""The verdict over one sequence's rows of a target pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.drafters.interface import DraftBlock
+from dspark.engine.sequence import Sequence
+from dspark.errors import NonFiniteError
+from dspark.executors.interface import TargetOutput
+from dspark.sampling.verification import Verdict, verify_chain
+
+__all__ = ["judge_drafts", "judge_first_token"]
+
+
+def judge_drafts(
+    sequence: Sequence, block: DraftBlock, index: int, *, num_drafts: int, span: slice, output: TargetOutput
+) -> Verdict:
+    """Judge the drafts of a decoding sequence; rows that are not finite end the usable part.
+
+    Arguments:
+        block: drafts of all decoding sequences, [R, G].
+        index: of this sequence among them.
+        num_drafts: drafts verified.
+        span: the 1 + num_drafts logit rows of this sequence.
+
+    Raises:
+        NonFiniteError: the row behind the anchor is not finite.
+    """
+    usable = _usable_rows(sequence, output.finite[span])
+    return verify_chain(
+        sequence.sampler,
+        output.logits[span],
+        output.argmax[span],
+        block.tokens[index, : min(num_drafts, usable - 1)].tolist(),
+        block.distributions[index] if block.distributions else None,
+        position=len(sequence.token_ids),
+    )
+
+
+def judge_first_token(sequence: Sequence, row: int, output: TargetOutput) -> Verdict:
+    """Draw the first token of an answer from the logit row of its prompt's last token.
+
+    Raises:
+        NonFiniteError: that row is not finite.
+    """
+    span = slice(row, row + 1)
+    _usable_rows(sequence, output.finite[span])
+    return verify_chain(
+        sequence.sampler,
+        output.logits[span],
+        output.argmax[span],
+        (),
+        None,
+        position=len(sequence.token_ids),
+    )
+
+
+def _usable_rows(sequence: Sequence, finite: npt.NDArray[np.bool_]) -> int:
+    """Return how many leading rows may be used, at least 1: those before the first that is not finite."""
+    usable = len(finite) if finite.all() else int(np.argmin(finite))
+    if usable == 0:
+        raise NonFiniteError(
+            f"the target gave NaN or infinite logits at position {len(sequence.token_ids)}; the request ends here, "
+            "others go on"
+        )
+    return usable

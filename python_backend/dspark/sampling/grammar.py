@@ -1,0 +1,157 @@
+"""Grammars that an answer must follow: JSON, a JSON schema, a regular expression. Only here is llguidance imported.
+
+A grammar says which tokens may come next, for drafted and for committed text alike, so that drafts follow it as the
+target does. Walking a draft moves the matcher and rolls it back; masks are kept until the next commit, since drafting,
+verification and the stop rule ask for the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.errors import RequestError
+from dspark.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+__all__ = ["GrammarCompiler", "TokenGrammar"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+class GrammarCompiler:
+    """Compiles guides for one tokenizer. The library is imported when the first guide comes.
+
+    Arguments:
+        tokenizer: of the target.
+        vocab_size: V of the target; ids the tokenizer does not know are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: llguidance.LLTokenizer | None = None
+
+    def __call__(self, kind: str, guide: str | None) -> TokenGrammar:
+        """Return the grammar of one request.
+
+        Arguments:
+            kind: `json`, `json_schema` or `regex`.
+            guide: the schema or the expression.
+
+        Raises:
+            RequestError: a guide that cannot be followed, with the library's own reason.
+        """
+        try:
+            import llguidance
+        except ImportError:
+            raise RequestError(
+                "guided_decoding_guide_type",
+                kind,
+                "nothing: llguidance is not installed (pip install llguidance)",
+            ) from None
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
+        try:
+            if kind == "regex":
+                source = llguidance.LLMatcher.grammar_from_regex(guide or "")
+            else:
+                schema = '{"type": "object"}' if kind == "json" else guide or ""
+                source = llguidance.LLMatcher.grammar_from_json_schema(_checked_json(schema))
+        except ValueError as error:
+            raise RequestError("guided_decoding_guide", guide, f"a {kind} ({error})") from None
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise RequestError("guided_decoding_guide", guide, f"a {kind} that can be followed ({reason})")
+        return TokenGrammar(matcher, end_ids=self._vocabulary.eos_tokens, vocab_size=self._vocab_size)
+
+
+class TokenGrammar:
+    """State of one request: how far its committed tokens have come. See `request.Grammar`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, *, end_ids: list[int], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids  # the library's own: they are allowed wherever the answer may end
+        self._vocab_size = vocab_size
+        self._states: dict[tuple[int, ...], tuple[Mask | None, bool]] = {}
+
+    def allowed(self, drafted: tuple[int, ...]) -> Mask | None:
+        return self._state(drafted)[0]
+
+    def may_end(self, drafted: tuple[int, ...]) -> bool:
+        return self._state(drafted)[1]
+
+    def commit(self, token_ids: tuple[int, ...]) -> None:
+        count = len(token_ids)
+        self._states = {
+            drafted[count:]: state for drafted, state in self._states.items() if drafted[:count] == token_ids
+        }
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise RequestError(
+                "guided_decoding_guide",
+                list(token_ids),
+                f"a grammar that allows what was drawn ({self._matcher.get_error()})",
+            )
+
+    def _state(self, drafted: tuple[int, ...]) -> tuple[Mask | None, bool]:
+        state = self._states.get(drafted)
+        if state is None:
+            state = self._states[drafted] = self._walk(drafted)
+        return state
+
+    def _walk(self, drafted: tuple[int, ...]) -> tuple[Mask | None, bool]:
+        count = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
+        try:
+            if count < len(drafted):
+                return None, False
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            mask = np.unpackbits(words, count=self._vocab_size, bitorder="little").astype(np.bool_)
+            mask[self._end_ids] = False  # whether the answer may end is the caller's to apply
+            return mask, bool(self._matcher.is_accepting())
+        finally:
+            if count:
+                self._matcher.rollback(count)
+
+
+class _View:
+    """What the library wants to see of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.eos_token_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else vocab_size - 1
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = [
+            token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTokenizer:
+    import llguidance
+
+    view = llguidance.TokenizerWrapper(_View(tokenizer, vocab_size))
+    return llguidance.LLTokenizer(view, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids) or None)
+
+
+def _checked_json(text: str) -> str:
+    """Return a text that holds a JSON object or true/false.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a schema is an object")
+    return text
