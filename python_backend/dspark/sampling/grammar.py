@@ -8,7 +8,7 @@ verification and the stop rule ask for the same ones.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["GrammarCompiler", "TokenGrammar"]
 
 Mask = npt.NDArray[np.bool_]
+# One way to write a value. Free white space lets a model that has lost its way write blanks for ever, and forced
+# separators are drafts that are always accepted.
+_JSON_OPTIONS: Final[dict[str, object]] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 class GrammarCompiler:
@@ -62,7 +69,10 @@ class GrammarCompiler:
                 source = llguidance.LLMatcher.grammar_from_regex(guide or "")
             else:
                 schema = '{"type": "object"}' if kind == "json" else guide or ""
-                source = llguidance.LLMatcher.grammar_from_json_schema(_checked_json(schema))
+                source = llguidance.LLMatcher.grammar_from_json_schema(
+                    _checked_json(schema),
+                    overrides=_JSON_OPTIONS,  # type: ignore[arg-type]  # its type is not exported
+                )
         except ValueError as error:
             raise RequestError("guided_decoding_guide", guide, f"a {kind} ({error})") from None
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
