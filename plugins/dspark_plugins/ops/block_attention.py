@@ -107,3 +107,48 @@ def _(
     window: int,
 ) -> Tensor:
     return q.new_empty(q.shape, dtype=v.dtype)
+
+
+@block_attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    new_k: Tensor,
+    new_v: Tensor,
+    new_cos: Tensor | None,
+    new_sin: Tensor | None,
+    new_slots: Tensor,
+    page_table: Tensor,
+    context_len: Tensor,
+    anchor_positions: Tensor,
+    page_size: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    from dspark_plugins.ops.launchers.attention import (
+        launch_block_attention,
+    )  # the Triton language, where there is a GPU
+
+    return launch_block_attention(
+        q,
+        k,
+        v,
+        kv_cache,
+        cos,
+        sin,
+        new_k,
+        new_v,
+        new_cos,
+        new_sin,
+        new_slots,
+        page_table,
+        context_len,
+        anchor_positions,
+        page_size,
+        scale,
+        window,
+    )

@@ -106,3 +106,44 @@ def _(
     window: int,
 ) -> Tensor:
     return q.new_empty(q.shape, dtype=v.dtype)
+
+
+@paged_attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    page_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    page_size: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    from dspark_plugins.ops.launchers.attention import (
+        launch_paged_attention,
+    )  # the Triton language, where there is a GPU
+
+    return launch_paged_attention(
+        q,
+        k,
+        v,
+        kv_cache,
+        cos,
+        sin,
+        page_table,
+        query_start,
+        context_len,
+        slots,
+        positions,
+        ancestors,
+        page_size,
+        scale,
+        window,
+    )

@@ -1,0 +1,160 @@
+"""Which compiled form of a kernel a call needs, and its grid: plain numbers, no torch, no Triton language.
+
+Shared by the launchers, by ahead-of-time compilation and by whoever launches the compiled kernels without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "CHAIN",
+    "FULL",
+    "SPLIT_LEN",
+    "TREE",
+    "Variant",
+    "attention",
+    "attention_grid",
+    "cdiv",
+    "merge_splits",
+    "next_power_of_2",
+    "num_splits",
+    "write_rows",
+]
+
+CHAIN, TREE, FULL = 0, 1, 2  # what a row sees of its own sequence's rows
+
+SPLIT_LEN = 512  # context rows of one piece; fixed, so that the pieces do not depend on the batch
+_SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
+_WIDEST_TILE = 64
+
+Constant = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled form of a kernel: everything but its run-time arguments."""
+
+    kernel: str  # name of the function
+    constants: Mapping[str, Constant]  # its constexpr arguments
+    num_warps: int = 4
+    num_stages: int = 2
+    cooperative: bool = False  # all programs must be resident at once
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of its pointers that have no fixed type
+
+    @property
+    def key(self) -> str:
+        """A name for files and tables, the same for equal variants."""
+        parts = [self.kernel, *(f"{name}={_short(value)}" for name, value in sorted(self.constants.items()))]
+        parts += [f"{name}:{dtype}" for name, dtype in sorted(self.dtypes.items())]
+        return ",".join([*parts, f"w{self.num_warps}", f"s{self.num_stages}"])
+
+
+def _short(value: Constant) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _tile(rows: int, group: int) -> int:
+    """Return the (row, head) pairs of a tile: enough for `rows`, within what a tensor core takes and registers hold."""
+    wanted = next_power_of_2(max(rows, 1) * group)
+    return max(min(wanted, _WIDEST_TILE), next_power_of_2(group), 16)
+
+
+def attention(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    input_dtype: str,
+    rows: int,
+    fixed_rows: int,
+    mask: int,
+    rope: bool,
+    window: bool,
+    write: bool,
+    split: bool,
+) -> Variant:
+    """Return the form of `attention_kernel`.
+
+    Arguments:
+        dtype: of values, cache and output: fp16, bf16 or fp32.
+        input_dtype: of queries and keys.
+        rows: rows of a typical sequence.
+        fixed_rows: rows of every sequence, 0 = ragged.
+        mask: CHAIN, TREE or FULL.
+    """
+    wide = dtype == "fp32"
+    return Variant(
+        "attention_kernel",
+        {
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "DIM": head_dim,
+            "BLOCK_D": max(next_power_of_2(head_dim), 16),
+            "BLOCK_M": _tile(fixed_rows or rows, num_heads // num_kv_heads),
+            "BLOCK_N": 16 if head_dim > 64 and wide else 32 if head_dim > 64 or wide else 64,  # no spills
+            "FIXED_ROWS": fixed_rows,
+            "MASK": mask,
+            "ROPE": rope,
+            "WINDOW": window,
+            "WRITE": write,
+            "SPLIT": split,
+            "DOT": "ieee" if wide else "tf32",
+        },
+        num_warps=4,
+        num_stages=3,  # page numbers, then keys and values, one tile ahead
+        dtypes={"io": dtype, "input": input_dtype},
+    )
+
+
+def attention_grid(
+    variant: Variant, *, num_rows: int, num_sequences: int, num_pieces: int
+) -> tuple[int, int, int]:
+    """Return the grid of `attention_kernel`; some programs of a ragged pass find nothing to do."""
+    constants = variant.constants
+    num_kv_heads, fixed_rows = int(constants["NUM_KV_HEADS"]), int(constants["FIXED_ROWS"])
+    block_rows = int(constants["BLOCK_M"]) // (int(constants["NUM_HEADS"]) // num_kv_heads)
+    tiles = (
+        num_sequences * cdiv(fixed_rows, block_rows) if fixed_rows else num_rows // block_rows + num_sequences
+    )
+    return tiles, num_kv_heads, num_pieces
+
+
+def num_splits(*, num_rows: int, num_sequences: int, max_context: int) -> int:
+    """Return into how many pieces contexts are cut; 1 = not at all."""
+    if num_rows > _SPLIT_ROWS * num_sequences:
+        return 1
+    return max(cdiv(max_context, SPLIT_LEN), 1)
+
+
+def merge_splits(*, num_heads: int, head_dim: int, dtype: str) -> Variant:
+    """Return the form of `merge_splits_kernel`; grid (T * num_heads,)."""
+    block = max(next_power_of_2(head_dim), 16)
+    return Variant(
+        "merge_splits_kernel",
+        {"NUM_HEADS": num_heads, "DIM": head_dim, "BLOCK_D": block},
+        num_warps=1,
+        dtypes={"io": dtype},
+    )
+
+
+def write_rows(*, num_kv_heads: int, head_dim: int, dtype: str, input_dtype: str, rope: bool) -> Variant:
+    """Return the form of `write_rows_kernel`; grid (rows / BLOCK_ROWS rounded up, num_kv_heads)."""
+    block = max(next_power_of_2(head_dim), 16)
+    return Variant(
+        "write_rows_kernel",
+        {"NUM_KV_HEADS": num_kv_heads, "DIM": head_dim, "BLOCK_D": block, "BLOCK_ROWS": 16, "ROPE": rope},
+        dtypes={"io": dtype, "input": input_dtype},
+    )
