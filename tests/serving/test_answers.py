@@ -110,8 +110,9 @@ BAD = [
     ("max_tokens", 0), ("max_tokens", CONTEXT_LEN), ("request_output_len", -1), ("min_tokens", -1),
     ("temperature", -1.0), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5),
     ("min_p", 1.0), ("repetition_penalty", 0.0), ("presence_penalty", 9.0), ("frequency_penalty", float("nan")),
-    ("stop_words", [""]), ("bad_words", [""]), ("end_id", 10_000), ("num_draft_tokens", -2), ("stop", True),
-    ("return_log_probs", True), ("logprobs", 2), ("timeout_ms", -1), ("sampling_parameters", "[]"),
+    ("stop_words", ["", "a"]), ("bad_words", ["a", ""]), ("end_id", 10_000), ("num_draft_tokens", -2), ("stop", True),
+    ("logprobs", -1), ("logprobs", 21), ("beam_width", 2),
+    ("guided_decoding_guide_type", "x"), ("timeout_ms", -1), ("sampling_parameters", "[]"),
     ("sampling_parameters", '{"nonsense": 1}'), ("sampling_parameters", '{"seed": -1}'),
 ]  # fmt: skip
 

@@ -90,4 +90,4 @@ def fake_runtime(engine: FakeEngine) -> SimpleNamespace:
 
 def perf(outputs: dict) -> dict:
     """Return the spec_decode_metrics of a last answer."""
-    return json.loads(outputs["spec_decode_metrics"][0, 0])
+    return json.loads(outputs["spec_decode_metrics"][0])

@@ -100,7 +100,7 @@ class Ask:
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
         self.reply.finals += final
-        outputs = {output.name: result.as_numpy(output.name)[0] for output in response.outputs}
+        outputs = {output.name: result.as_numpy(output.name).ravel() for output in response.outputs}
         if outputs:
             self.reply.last = outputs
             self.reply.texts.append(outputs["text_output"][0].decode("utf-8"))

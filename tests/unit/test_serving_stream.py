@@ -27,7 +27,7 @@ class Sender:
         if self.broken:
             raise RuntimeError("the pipe is full")
         assert not self.finals, "sent after the final flag"
-        self.sent.append({name: array[0].tolist() for name, array in arrays.items()})
+        self.sent.append({name: array.ravel().tolist() for name, array in arrays.items()})
         self.finals += final
 
     def fail(self, code, message):

@@ -138,7 +138,10 @@ class ResponseStream:
 def answer_arrays(
     parsed: ParsedRequest, outputs: list[RequestOutput], *, echo: bool, log_prob_before: float = 0.0
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Join consecutive outputs of one request into the arrays of one answer, [1, 1] or [1, n].
+    """Join consecutive outputs of one request into the arrays of one answer.
+
+    A list is [1, n]. A single value is [1], without a second dimension: what clients of TensorRT-LLM's and of
+    vLLM's models read with `as_numpy("text_output")[0].decode()`.
 
     Arguments:
         outputs: at least one, none with an error.
@@ -163,7 +166,7 @@ def answer_arrays(
         values["finish_reason"] = last.finish_reason.encode()
         values.update(_perf_values(last.metrics or SpecMetrics()))
     return {
-        name: np.array([value if isinstance(value, list) else [value]], dtype=_NUMPY_TYPES[name])
+        name: np.array([value], dtype=_NUMPY_TYPES[name])  # a list gives [1, n]
         for name, value in values.items()
         if name in parsed.wanted
     }

@@ -1,0 +1,195 @@
+"""Requests as clients of other Triton models send them, tensor by tensor, and what those clients read back."""
+
+import json
+import queue
+import urllib.request
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+from support.server import ask
+
+pytestmark = pytest.mark.server
+
+
+def prepared(name, array):
+    kind = {"O": "BYTES", "b": "BOOL", "f": "FP32", "i": "INT32", "u": "UINT64"}[array.dtype.kind]
+    made = grpc_client.InferInput(name, array.shape, kind)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def sent(server, arrays, *, outputs, parameters=None, request_id="1"):
+    """Send as both clients do: start the stream, send, stop the stream, read what came."""
+    received = queue.Queue()
+    client = grpc_client.InferenceServerClient(server.grpc_url)
+    client.start_stream(callback=lambda result, error: received.put(error or result))
+    client.async_stream_infer(
+        "dspark",
+        [prepared(name, array) for name, array in arrays.items()],
+        outputs=[grpc_client.InferRequestedOutput(name) for name in outputs],
+        request_id=request_id,
+        parameters=parameters,
+    )
+    client.stop_stream()
+    client.close()
+    results = []
+    while not received.empty():
+        results.append(received.get())
+    return results
+
+
+TENSORRT_LLM = {  # what end_to_end_grpc_client.py of the TensorRT-LLM backend sends, all options given
+    "text_input": np.array([["The quick brown fox"]], dtype=object),
+    "max_tokens": np.array([[16]], dtype=np.int32),
+    "beam_width": np.array([[1]], dtype=np.int32),
+    "temperature": np.array([[0.0]], dtype=np.float32),
+    "num_return_sequences": np.array([[1]], dtype=np.int32),
+    "bad_words": np.array([[""]], dtype=object),
+    "stop_words": np.array([[""]], dtype=object),
+    "repetition_penalty": np.array([[1.0]], dtype=np.float32),
+    "presence_penalty": np.array([[0.0]], dtype=np.float32),
+    "frequency_penalty": np.array([[0.0]], dtype=np.float32),
+    "return_log_probs": np.array([[True]], dtype=bool),
+    "return_context_logits": np.array([[False]], dtype=bool),
+    "return_generation_logits": np.array([[False]], dtype=bool),
+    "return_perf_metrics": np.array([[True]], dtype=bool),
+    "end_id": np.array([[-1]], dtype=np.int32),
+    "pad_id": np.array([[2]], dtype=np.int32),
+    "exclude_input_in_output": np.array([[True]], dtype=bool),
+}
+TENSORRT_LLM_OUTPUTS = [
+    "text_output", "cum_log_probs", "output_log_probs", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns",
+    "last_token_time_ns", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tensorrt_llm_grpc(server, stream):
+    arrays = {**TENSORRT_LLM, "stream": np.array([[stream]], dtype=bool)}
+    results = sent(server, arrays, outputs=TENSORRT_LLM_OUTPUTS)
+    texts = [result.as_numpy("text_output")[0].decode("utf-8") for result in results]
+    expected = ask(server, text_input="The quick brown fox", max_tokens=16, temperature=0.0, end_id=-1)
+    assert "".join(texts) == expected.text
+    log_probs = np.concatenate([result.as_numpy("output_log_probs")[0] for result in results])
+    assert len(log_probs) == 16 and (log_probs <= 0).all()
+    last = results[-1]
+    assert last.as_numpy("cum_log_probs")[0] == pytest.approx(log_probs.sum(), rel=1e-4)
+    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    times = [int(last.as_numpy(name)[0]) for name in names]
+    assert times == sorted(times) and 0 < times[-1] - times[0] < 20e9
+    pages = [
+        int(last.as_numpy(f"kv_cache_{name}_blocks")[0]) for name in ("alloc_total", "alloc_new", "reused")
+    ]
+    assert pages[0] == pages[1] + pages[2] >= 2
+    drafted, accepted = (int(last.as_numpy(f"total_{n}_tokens")[0]) for n in ("draft", "accepted_draft"))
+    assert last.as_numpy("acceptance_rate")[0] == pytest.approx(accepted / drafted)
+
+
+def test_tensorrt_llm_guided_decoding_grpc(server):
+    arrays = {
+        **TENSORRT_LLM,
+        "stream": np.array([[False]], dtype=bool),
+        "guided_decoding_guide_type": np.array([["regex"]]).astype(object),
+        "guided_decoding_guide": np.array([["(yes|no)!"]]).astype(object),
+    }
+    (result,) = sent(server, arrays, outputs=["text_output"])
+    assert result.as_numpy("text_output")[0] in (b"yes!", b"no!")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text_input": "machine learning", "max_tokens": 8, "bad_words": "", "stop_words": ""},
+        {
+            "text_input": "machine learning",
+            "max_tokens": 8,
+            "bad_words": "",
+            "stop_words": "",
+            "pad_id": 2,
+            "end_id": 2,
+        },
+        {
+            "text_input": "machine learning",
+            "parameters": {"max_tokens": 8, "bad_words": [""], "stop_words": [""]},
+        },
+    ],
+)
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_tensorrt_llm_http(server, path, body):
+    events = posted(server, path, {**body, "stream": path == "generate_stream"})
+    assert all(event["model_name"] == "dspark" for event in events)
+    assert "".join(event["text_output"] for event in events)
+
+
+VLLM = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "12", "seed": 7}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_vllm_grpc(server, stream, as_tensor):
+    """The published client; the batch dimension is ours (its model has none)."""
+    arrays = {
+        "text_input": np.array([[b"Hello, my name is"]], dtype=np.object_),
+        "stream": np.array([[stream]], dtype=bool),
+        "exclude_input_in_output": np.array([[True]], dtype=bool),
+    }
+    if as_tensor:
+        arrays["sampling_parameters"] = np.array([[json.dumps(VLLM).encode()]], dtype=np.object_)
+    results = sent(server, arrays, outputs=["text_output"], parameters=VLLM, request_id="17")
+    assert {result.get_response().id for result in results} == {"17"}
+    text = b"".join(part for result in results for part in result.as_numpy("text_output")).decode()
+    expected = ask(server, text_input="Hello, my name is", temperature=0.1, top_p=0.95, max_tokens=12, seed=7)
+    assert text == expected.text
+
+
+def test_vllm_additional_outputs_grpc(server):
+    flags = (
+        "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
+    )  # fmt: skip
+    arrays = {
+        "text_input": np.array([[b"example prompt"]], dtype=np.object_),
+        **{f"return_{name}": np.array([[True]], dtype=bool) for name in flags},
+        "sampling_parameters": np.array(
+            [[b'{"logprobs": 2, "max_tokens": 5, "temperature": 0}']], dtype=np.object_
+        ),
+    }
+    (result,) = sent(server, arrays, outputs=["text_output", *flags])
+    rows = json.loads(result.as_numpy("logprobs")[0])
+    assert len(rows) == result.as_numpy("num_output_tokens")[0] == 5
+    for row in rows:
+        first = next(iter(row.values()))
+        assert set(first) == {"logprob", "rank", "decoded_token", "bytes"} and first["rank"] == 1
+        assert 2 <= len(row) <= 3
+    total = sum(next(iter(row.values()))["logprob"] for row in rows)
+    assert result.as_numpy("cumulative_logprob")[0] == pytest.approx(total, rel=1e-4)
+    assert result.as_numpy("finish_reason")[0] == b"length"
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_vllm_http(server, path):
+    body = {
+        "text_input": "What is Triton?",
+        "stream": path == "generate_stream",
+        "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 9}),
+        "exclude_input_in_output": True,
+    }
+    as_parameters = {
+        "text_input": "What is Triton?",
+        "parameters": {"stream": path == "generate_stream", "temperature": 0, "max_tokens": 9},
+    }
+    expected = ask(server, text_input="What is Triton?", temperature=0.0, max_tokens=9).text
+    for form in (body, as_parameters):
+        assert "".join(event["text_output"] for event in posted(server, path, form)) == expected
+
+
+def posted(server, path, body):
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/models/dspark/{path}", data=json.dumps(body).encode()
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        text = response.read().decode()
+    if path == "generate":
+        return [json.loads(text)]
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
