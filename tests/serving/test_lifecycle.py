@@ -127,7 +127,7 @@ def test_dspark_serve_stops_cleanly_on_a_signal(repository, tmp_path, number):
 
 @pytest.mark.parametrize("victim", ["launcher", "server"])
 def test_nothing_outlives_a_killed_process(repository, tmp_path, victim):
-    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log")
+    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log", "--max-restarts", 0)
     serve.until_says("ready: grpc 127.0.0.1:")
     pids = children(serve.process.pid)
     regions = shared_memory(pids[0])

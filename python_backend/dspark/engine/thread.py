@@ -50,6 +50,11 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and self._death is None and not self._stopping
 
+    @property
+    def died(self) -> bool:
+        """True when a fault ended the thread; a stop that was asked for is none."""
+        return self._death is not None
+
     def start(self) -> None:
         self._thread.start()
 

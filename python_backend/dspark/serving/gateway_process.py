@@ -102,6 +102,20 @@ class GatewayProcess:
         """Return its exit status, None while it runs."""
         return None if self._process is None else self._process.poll()
 
+    def fault(self) -> str | None:
+        """Return why it serves no more, None while it does."""
+        status = self.poll()
+        return None if status is None else f"the gateway ended on its own with status {status}"
+
+    def revive(self) -> None:
+        """Start it anew. Raises EngineError."""
+        self.start()
+
+    def end(self) -> None:
+        """Take no more requests; return at once."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
     def stop(self, *, drain: bool = True) -> None:
         """Stop it; with `drain` running answers may end first."""
         if self._process is None or self._process.poll() is not None:

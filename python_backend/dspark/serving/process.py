@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -26,7 +26,7 @@ from dspark.serving.paths import default_model_repository, state_dir
 from dspark.serving.tritonserver import TritonInstall, find_tritonserver
 from dspark.serving.watch import RUN_DIR_VARIABLE, RunDir
 
-__all__ = ["ServerOptions", "ServerProcess"]
+__all__ = ["ServerOptions", "ServerProcess", "choose_ports"]
 
 _POLL_S: Final = 0.05
 # Lines of the server's log that our model wrote: I1129 20:30:11.123456 4711 triton_model.py:180] "reading
@@ -124,7 +124,7 @@ class ServerProcess:
         """
         install = find_tritonserver()
         repository = self._checked_repository()
-        self.grpc_port, self.http_port, self.metrics_port = _choose_ports(
+        self.grpc_port, self.http_port, self.metrics_port = choose_ports(
             self.options.host,
             {
                 "grpc-port": self.options.grpc_port,
@@ -139,8 +139,41 @@ class ServerProcess:
         self.log_path = self.options.log_file or state_dir() / "logs" / f"tritonserver-{self.grpc_port}.log"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.progress(f"starting {install.binary} (log: {self.log_path})")
+        if self.log_path.exists():  # of an earlier server: the last words of one that died
+            self.log_path.replace(self.log_path.with_name(self.log_path.name + ".previous"))
         with self.log_path.open("wb") as log:
             self._process = self._spawn(install, repository, log)
+
+    def restart(self) -> None:
+        """Kill what is left and start anew on the same ports; return at once.
+
+        Raises:
+            ConfigError: as `start`.
+        """
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._clean_up()
+        self.options = replace(
+            self.options, grpc_port=self.grpc_port, http_port=self.http_port, metrics_port=self.metrics_port
+        )
+        self.start()
+
+    def revive(self) -> None:
+        """Start anew and wait until the model answers. Raises ConfigError, EngineError."""
+        self.restart()
+        self.wait_ready()
+
+    def fault(self) -> str | None:
+        """Return why the server can serve no more, None while it can. Costs two system calls."""
+        status = self.poll()
+        if status is not None:
+            return f"tritonserver ended on its own with status {status}"
+        if self._run_dir is not None and self._run_dir.model_was_lost:
+            dead = self._run_dir.was_said("dead")
+            return "the engine died" if dead else "the model's process was lost"
+        return None
 
     def wait_ready(self) -> None:
         """Wait until the model answers, telling the progress of loading.
@@ -313,7 +346,7 @@ class ServerProcess:
             return None
 
 
-def _choose_ports(host: str, wanted: Mapping[str, int]) -> tuple[int, ...]:
+def choose_ports(host: str, wanted: Mapping[str, int]) -> tuple[int, ...]:
     """Return the ports, free ones in place of 0; all are held until the last is chosen, so that they differ.
 
     Raises:

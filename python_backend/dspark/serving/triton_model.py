@@ -67,7 +67,7 @@ class TritonPythonModel:
             pb_utils.TritonModelException: with the reason, when it cannot be loaded.
         """
         _log_to_triton()
-        run_dir = RunDir.of_environment()
+        run_dir = self._run_dir = RunDir.of_environment()
         self._runtime: Runtime | None = None
         watch_parents(run_dir, self)
         try:
@@ -115,6 +115,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Let running requests end, fail the rest, stop the engine."""
+        if self._run_dir is not None:
+            self._run_dir.model_ends()
         if self._runtime is None:
             return
         self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
@@ -176,6 +178,10 @@ class TritonPythonModel:
     def num_open(self) -> int:
         """Return the number of requests without a final answer."""
         return 0 if self._runtime is None else self._outbox.num_open
+
+    def is_dead(self) -> bool:
+        """Say whether it was loaded and its engine has died since."""
+        return self._runtime is not None and self._runtime.engine.died
 
 
 def _array(tensor: Any) -> np.ndarray[Any, np.dtype[Any]]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 __all__ = ["RUN_DIR_VARIABLE", "RunDir", "Served", "watch_parents"]
 
@@ -44,10 +44,15 @@ class Served(Protocol):
     def num_open(self) -> int:
         """Return the number of requests without a final answer."""
 
+    def is_dead(self) -> bool:
+        """Say whether it was loaded and its engine has died since."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """The launcher's folder. It says `drain`, then perhaps `stop`; the model says `drained`.
+    """The launcher's folder. It says `drain`, then perhaps `stop`; the model says `drained`, or `dead`.
+
+    The model's process writes down who it is, since the server notices neither its end nor its engine's.
 
     `overrides` are the settings given on the launcher's command line; they win over the model's own files.
     """
@@ -91,6 +96,35 @@ class RunDir:
     def was_said(self, word: str) -> bool:
         return (self.path / word).exists()
 
+    def model_begins(self) -> None:
+        """Write down that this process is the model's."""
+        pid = os.getpid()
+        fresh = self.path / f"model.{pid}"
+        with contextlib.suppress(FileNotFoundError):  # the launcher has cleaned up
+            fresh.write_text(json.dumps({"pid": pid, "started": _started(pid)}))
+            os.replace(fresh, self.path / "model")
+
+    def model_ends(self) -> None:
+        """Say that this process ends as it should."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._model().get("pid") == os.getpid():
+                (self.path / "model").unlink()
+
+    @property
+    def model_was_lost(self) -> bool:
+        """True when the model's process has ended without saying so, or its engine has died."""
+        if self.was_said("dead"):
+            return True
+        model = self._model()
+        return bool(model) and _started(model["pid"]) != model["started"]
+
+    def _model(self) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads((self.path / "model").read_text())
+        except FileNotFoundError:
+            return {}
+        return content
+
     @property
     def shm_prefix(self) -> str:
         """Start of the names of the server's shared memory regions."""
@@ -105,6 +139,8 @@ class RunDir:
 
 def watch_parents(run_dir: RunDir | None, served: Served) -> None:
     """Start the watch of a model process: exit with the server, end the server with its launcher, drain and stop."""
+    if run_dir is not None:
+        run_dir.model_begins()
     threading.Thread(
         target=_watch, args=(os.getppid(), run_dir, served), name="dspark-watch", daemon=True
     ).start()
@@ -115,6 +151,8 @@ def _watch(server_pid: int, run_dir: RunDir | None, served: Served) -> None:
         time.sleep(_INTERVAL_S)
         if run_dir is None:
             continue
+        if served.is_dead():
+            run_dir.say("dead")
         if not run_dir.launcher_lives:
             _log.warning("the launcher has gone: ending the server")
             served.stop_running()

@@ -1,0 +1,140 @@
+"""The options of `dspark serve`, and what they mean to the server and to the model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from dspark.config import DTYPES, EXECUTORS, load_serve_config
+from dspark.errors import ConfigError
+from dspark.serving.contract import MODEL_NAME
+from dspark.serving.paths import default_model_repository, resolve_paths
+from dspark.serving.process import ServerOptions
+
+__all__ = ["add_serve_arguments", "checked_settings", "server_options"]
+
+_SETTINGS: Final = (
+    "target",
+    "drafter",
+    "dtype",
+    "executor",
+    "policy",
+    "max_batch_size",
+    "max_context_len",
+    "max_step_tokens",
+    "cache_bytes",
+    "num_threads",
+    "max_queue_size",
+)
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dspark serve`."""
+    model = parser.add_argument_group(
+        "model (what is not given comes from DSPARK_* variables and model.yaml)"
+    )
+    model.add_argument("--target", metavar="DIR|FILE.gguf", help="the model to serve")
+    model.add_argument("--drafter", metavar="DIR|none|ngram|auto", help="what proposes tokens")
+    model.add_argument("--dtype", choices=DTYPES)
+    model.add_argument("--executor", choices=EXECUTORS)
+    model.add_argument(
+        "--policy", metavar="auto|none|fixed:K|threshold:P", help="how many drafts are verified"
+    )
+    model.add_argument("--max-batch-size", type=int, metavar="R", help="sequences decoded together")
+    model.add_argument("--max-context-len", type=int, metavar="N", help="tokens of prompt and answer")
+    model.add_argument("--max-step-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
+    model.add_argument("--max-queue-size", type=int, metavar="N", help="requests that may wait")
+    model.add_argument("--cache-bytes", metavar="BYTES", help="all caches together, e.g. 1GiB")
+    model.add_argument("--num-threads", type=int, metavar="N", help="0 = one per core")
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    for name, port in (("grpc", 8001), ("http", 8000), ("metrics", 8002)):
+        server.add_argument(
+            f"--{name}-port",
+            type=int,
+            default=port,
+            metavar="PORT",
+            help="0 = a free one (default: %(default)s)",
+        )
+    server.add_argument(
+        "--openai-port",
+        type=int,
+        metavar="PORT",
+        help="also serve OpenAI's HTTP API (/v1/chat/completions, ...) here; 0 = a free one (default: off)",
+    )
+    server.add_argument(
+        "--served-model-name",
+        default=MODEL_NAME,
+        metavar="NAME",
+        help="what OpenAI's clients call the model (default: %(default)s)",
+    )
+    server.add_argument("--model-repository", type=Path, metavar="DIR", help="default: the clone's")
+    server.add_argument(
+        "--log-file", type=Path, metavar="FILE", help="the server's log (default: .dspark/logs/)"
+    )
+    server.add_argument(
+        "--start-timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)g"
+    )
+    server.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long running requests may take to end when the server stops (default: %(default)g)",
+    )
+    server.add_argument(
+        "--max-restarts",
+        type=int,
+        default=5,
+        metavar="N",
+        help="start a server that died anew, at most so often in ten minutes; 0 = never (default: %(default)s)",
+    )
+    server.add_argument(
+        "--run",
+        metavar="COMMAND",
+        help="run this command when the server is ready (it finds the address in DSPARK_URL), stop the server "
+        "when it ends, and return its exit status",
+    )
+    server.add_argument(
+        "--triton-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="passed on to tritonserver; may be repeated",
+    )
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    return ServerOptions(
+        host=args.host,
+        grpc_port=args.grpc_port,
+        http_port=args.http_port,
+        metrics_port=args.metrics_port,
+        model_repository=args.model_repository,
+        log_file=args.log_file,
+        start_timeout_s=args.start_timeout,
+        drain_timeout_s=args.drain_timeout,
+        triton_arguments=tuple(args.triton_arg),
+    )
+
+
+def checked_settings(args: argparse.Namespace) -> dict[str, object]:
+    """Return the settings given as options, after reading all of them as the model will.
+
+    Raises:
+        ConfigError: listing every problem, before any server is started.
+    """
+    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    version_dir = (args.model_repository or default_model_repository()) / MODEL_NAME / "1"
+    model_yaml = version_dir / "model.yaml"
+    config = load_serve_config(model_yaml if model_yaml.is_file() else None, given)
+    resolved = resolve_paths(config, base=version_dir)
+    if Path(resolved.target).suffix == ".gguf" and not Path(resolved.target).is_file():
+        raise ConfigError(
+            f"target: got {config.target}, which is not there; allowed is a Hugging Face folder, a .gguf "
+            "file or a hub name (`make setup` fetches the demo model)"
+        )
+    # Absolute from here on: the server may run in another working folder.
+    given.update(target=resolved.target, drafter=resolved.drafter)
+    return given
