@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ import numpy.typing as npt
 from dspark.engine.pages import PagePool
 from dspark.engine.sequence import Sequence
 
-__all__ = ["Batcher", "PrefillChunk", "StepPlan"]
+__all__ = ["AGEING_S", "Batcher", "PrefillChunk", "StepPlan"]
+
+AGEING_S: Final = 10.0  # seconds of waiting that are worth one level of priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,13 @@ class StepPlan:
         return np.array([s.request.params.alters_logits for s in self.decoding], np.bool_)
 
 
-def _service_order(sequence: Sequence) -> tuple[int, int]:
-    return (-sequence.request.priority, sequence.arrival)
+def _service_order(sequence: Sequence) -> tuple[float, int]:
+    """Return the place in the order of service: by priority, and a request gains one for every AGEING_S it waits.
+
+    All age alike, so who is before whom never changes: a level of priority is worth that many seconds of arrival.
+    """
+    arrived_s = sequence.metrics.arrival_time_ns / 1e9
+    return (arrived_s - AGEING_S * sequence.request.priority, sequence.arrival)
 
 
 class Batcher:
@@ -88,12 +96,19 @@ class Batcher:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.release(sequence.drop_pages())
 
-    def plan(self) -> StepPlan:
-        """Choose the next step's rows; pages for all of them but the drafts are held when it returns."""
+    def plan(self, *, max_prefill: int | None = None) -> StepPlan:
+        """Choose the next step's rows; pages for all of them but the drafts are held when it returns.
+
+        Arguments:
+            max_prefill: most prompt tokens beside decoding sequences; None = what `max_step_tokens` leaves.
+        """
         for sequence in tuple(self.running):
             if sequence.decoding and sequence in self.running:
                 self._make_room(sequence, len(sequence.token_ids))
-        budget = self.max_step_tokens - sum(sequence.decoding for sequence in self.running)
+        num_decoding = sum(sequence.decoding for sequence in self.running)
+        budget = self.max_step_tokens - num_decoding
+        if max_prefill is not None and num_decoding:
+            budget = min(budget, max_prefill)
         chunks: list[PrefillChunk] = []
         for sequence in self.running:
             budget -= self._add_chunk(chunks, sequence, budget)

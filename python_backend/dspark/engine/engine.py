@@ -24,6 +24,7 @@ from dspark.engine.delivery import client_left, deliver_last
 from dspark.engine.drafting import DraftStage
 from dspark.engine.learning import StepClock, count_step, observe_step
 from dspark.engine.pages import PagePool
+from dspark.engine.prefill_budget import PrefillBudget
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import build_step_rows
@@ -78,6 +79,7 @@ class Engine:
             stats=self._stats,
         )
         self._committer = Committer(max_context_len=limits.max_context_len, stats=self._stats)
+        self._prefill_budget = PrefillBudget(max_tokens=limits.max_step_tokens)
         self.watcher: StepWatcher | None = None  # told of every step
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
@@ -87,7 +89,7 @@ class Engine:
     def step(self) -> bool:
         """Run one step of everything; return False when there was nothing to do."""
         self._end_cancelled_and_late()
-        plan = self._batcher.plan()
+        plan = self._batcher.plan(max_prefill=self._prefill_budget.tokens(num_decoding=1))
         if plan.empty:
             return False
         clock = StepClock()
@@ -106,6 +108,9 @@ class Engine:
         observation = observe_step(plan, block, rows, verdicts, clock) if plan.decoding else None
         if observation is not None:
             self.scheduler.observe(observation)
+        self._prefill_budget.observe(
+            num_decoding=len(plan.decoding), prefill_tokens=plan.num_prefill_tokens, step_s=clock.step_s
+        )
         if self.watcher is not None:
             self.watcher(clock.report(observation))
 
