@@ -138,9 +138,9 @@ Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
       dtype_(static_cast<Dtype>(c.dtype)),
       cache_dtype_(static_cast<Dtype>(c.cache_dtype)),
       eps_(c.rms_norm_eps),
-      hidden_stride_(prepared_row_bytes(dtype_, round_up(c.hidden_size, kGroup))),
-      attention_stride_(prepared_row_bytes(dtype_, round_up(c.num_heads * c.head_dim, kGroup))),
-      activation_stride_(prepared_row_bytes(dtype_, round_up(c.intermediate_size, kGroup))),
+      hidden_stride_(kernels_.row_bytes(dtype_, round_up(c.hidden_size, kGroup))),
+      attention_stride_(kernels_.row_bytes(dtype_, round_up(c.num_heads * c.head_dim, kGroup))),
+      activation_stride_(kernels_.row_bytes(dtype_, round_up(c.intermediate_size, kGroup))),
       partial_size_(static_cast<int64_t>(group_) * (2 + dim_pad_)),
       thread_partial_(static_cast<size_t>(pool.num_threads())),
       thread_input_(static_cast<size_t>(pool.num_threads())),
@@ -218,7 +218,7 @@ void Decoder::forward(const DSparkPass& pass) {
   const int rows = pass.num_rows, picked = pass.num_logit_rows;
   reserve_rows(rows);
   const Dtype final_dtype = head ? head->dtype : dtype_;
-  final_stride_ = prepared_row_bytes(final_dtype, round_up(hidden_, kGroup));
+  final_stride_ = kernels_.row_bytes(final_dtype, round_up(hidden_, kGroup));
   final_.reserve(picked * final_stride_ + 64);
   plan_sequences();
   plan_.clear();
@@ -285,7 +285,7 @@ void Decoder::append(const Matrix& fc, const float* norm, const float* features,
   context_norm_ = norm;
   features_ = features;
   reserve_rows(rows);
-  append_in_.reserve(rows * prepared_row_bytes(fc.dtype, fc.k_pad));
+  append_in_.reserve(rows * kernels_.row_bytes(fc.dtype, fc.k_pad));
   plan_.clear();
   totals_.clear();
   add(kFeatureRows, 0, rows);
@@ -533,11 +533,11 @@ void Decoder::run(int index, int begin, int end, int thread) {
     case kFeatureRows:
       for (int t = begin; t < end; ++t) {
         kernels_.prepare_row(features_ + int64_t{t} * fc_->k, nullptr, 0.0f, fc_->k, fc_->k_pad, fc_->dtype,
-                             append_in_.as<uint8_t>() + t * prepared_row_bytes(fc_->dtype, fc_->k_pad));
+                             append_in_.as<uint8_t>() + t * kernels_.row_bytes(fc_->dtype, fc_->k_pad));
       }
       return;
     case kFeatures:
-      return project(*fc_, append_in_.as<uint8_t>(), prepared_row_bytes(fc_->dtype, fc_->k_pad), kStore, residual(0),
+      return project(*fc_, append_in_.as<uint8_t>(), kernels_.row_bytes(fc_->dtype, fc_->k_pad), kStore, residual(0),
                      hidden_, rows, begin, end);
     case kContextRows:
       for (int t = begin; t < end; ++t) {

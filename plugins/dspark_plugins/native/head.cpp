@@ -86,11 +86,11 @@ void Head::reserve(int num) {
   num_ = num;
   embedded_.reserve(int64_t{num} * (c_.rank + 16) * 4);
   if (w2_) {
-    z_stride_ = prepared_row_bytes(w2_->dtype, w2_->k_pad);
+    z_stride_ = kernels_.row_bytes(w2_->dtype, w2_->k_pad);
     z_.reserve(num * z_stride_);
   }
   if (mix_) {
-    mix_stride_ = prepared_row_bytes(mix_->dtype, mix_->k_pad);
+    mix_stride_ = kernels_.row_bytes(mix_->dtype, mix_->k_pad);
     mix_in_.reserve(num * mix_stride_);
     mix_in_raw_.reserve(int64_t{num} * mix_->k * 4);
     mix_out_.reserve(int64_t{num} * mix_->n * 4);

@@ -22,6 +22,8 @@ using namespace dspark;
 
 constexpr int kPrefetchBytes = 8192;       // ahead of the weights: covers the latency of memory at full speed
 constexpr int kPrefetchBytesInt8 = 4096;
+constexpr int kChunkSteps = 16;  // steps of a panel between two looks at what to fetch; for int8 one group
+static_assert(kChunkSteps * 4 == kGroup, "one chunk of int8 steps is one group of activations");
 constexpr float kInfinity = __builtin_inff();
 
 // e^x with about 1 ulp, clamped to the range of normal floats; NaN stays NaN.
@@ -61,8 +63,9 @@ inline void store_partial(float* p, vf x, int count) {
 
 // ---------------------------------------------------------------- matrices
 
+// R rows of one panel, `sums` [R][32], through the epilogue.
 template <int R>
-inline void finish(const Gemm& g, int panel, int row, const vf (&acc)[R][2]) {
+inline void finish(const Gemm& g, int panel, int row, const float* sums) {
   const int column = panel * kPanel;
   vf scale[2] = {vzero(), vzero()};
   if (g.w->scales) {
@@ -70,7 +73,7 @@ inline void finish(const Gemm& g, int panel, int row, const vf (&acc)[R][2]) {
     scale[1] = vload(g.w->scales + column + 16);
   }
   for (int r = 0; r < R; ++r) {
-    vf a = acc[r][0], b = acc[r][1];
+    vf a = vload(sums + r * kPanel), b = vload(sums + r * kPanel + 16);
     if (g.w->scales) {
       a = vmul(a, scale[0]);
       b = vmul(b, scale[1]);
@@ -81,7 +84,7 @@ inline void finish(const Gemm& g, int panel, int row, const vf (&acc)[R][2]) {
       if (g.activation_dtype == kFloat32) {
         vstore(reinterpret_cast<float*>(line) + panel * 16, y);
       } else {
-        vstore_bf16(reinterpret_cast<uint16_t*>(line) + panel * 16, y);
+        store_bfloat16_input(line, panel * 16, y);
       }
       continue;
     }
@@ -106,43 +109,91 @@ inline void finish(const Gemm& g, int panel, int row, const vf (&acc)[R][2]) {
   }
 }
 
-template <Dtype D>
-inline vf step(vf acc, vw w, const uint8_t* x) {
-  if constexpr (D == kFloat32) {
-    return step_fp32(acc, w, x);
+// Memory to fetch while a tile computes: `lines` cache lines for every chunk of 16 steps.
+struct Ahead {
+  const uint8_t* at;
+  const uint8_t* end;
+  int lines;
+};
+
+inline void fetch(Ahead& ahead) {
+  for (int i = 0; i < ahead.lines && ahead.at < ahead.end; ++i, ahead.at += 64) prefetch(ahead.at);
+}
+
+// One step of 16 H outputs for R rows.
+template <Dtype D, int H, int R>
+inline void step_rows(vf (&acc)[R][H], const uint8_t* w, const uint8_t* x, int64_t stride) {
+  if constexpr (D == kBfloat16 && kWideBfloat16) {
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {  // all first inputs of the pairs, then all second ones
+      vf line[H];
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) load_first_or_second(line[h], w + 64 * h, part);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        float value;
+        __builtin_memcpy(&value, x + r * stride + 4 * part, 4);
+        const vf all = vset(value);
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) acc[r][h] = vfma(line[h], all, acc[r][h]);
+      }
+    }
   } else {
-    return step_bf16(acc, w, x);
+    vw line[H];
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) line[h] = wload(w + 64 * h);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) {
+        if constexpr (D == kFloat32) {
+          acc[r][h] = step_fp32(acc[r][h], line[h], x + r * stride);
+        } else {
+          acc[r][h] = step_bf16(acc[r][h], line[h], x + r * stride);
+        }
+      }
+    }
   }
 }
 
-// R rows against one panel; every accumulator walks the inputs in ascending order.
-template <Dtype D, int R>
-void tile(const Gemm& g, int panel, int row) {
-  const uint8_t* w = g.w->data + panel * g.w->panel_bytes;
+// R rows against 16 H outputs of one panel; every accumulator walks the inputs in ascending order, whatever R and H are.
+// `own` fetches the panel itself some way ahead, for panels that nobody fetched before.
+template <Dtype D, int H, int R>
+void tile(const Gemm& g, int panel, int half, int row, bool own, Ahead ahead, float* sums) {
+  const uint8_t* w = g.w->data + panel * g.w->panel_bytes + 64 * half;
   const uint8_t* x = g.x + row * g.x_stride;
   const int64_t stride = g.x_stride;
-  vf acc[R][2];
+  const int chunks = g.w->k_pad / inputs_per_step(D) / kChunkSteps;
+  vf acc[R][H];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = vzero();
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) acc[r][h] = vzero();
+  }
   if constexpr (D == kInt8) {
-    const int groups = g.w->k_pad / kGroup;
     const uint8_t* meta = x + g.w->k_pad;
-    for (int group = 0; group < groups; ++group) {
-      vi sum[R][2];
+    for (int chunk = 0; chunk < chunks; ++chunk) {  // one group of activations
+      fetch(ahead);
+      vi sum[R][H];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        int32_t correction;
-        __builtin_memcpy(&correction, meta + r * stride + group * 8 + 4, 4);
-        sum[r][0] = sum[r][1] = iset(correction);
+        int32_t start = 0;
+        if (kOffsetInt8) __builtin_memcpy(&start, meta + r * stride + chunk * 8 + 4, 4);
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) sum[r][h] = iset(start);
       }
-      for (int s = 0; s < kGroup / 4; ++s) {
-        const vw w0 = wload(w), w1 = wload(w + 64);
-        prefetch(w + kPrefetchBytesInt8);
-        prefetch(w + kPrefetchBytesInt8 + 64);
+      for (int s = 0; s < kChunkSteps; ++s) {
+        vw line[H];
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) line[h] = wload(w + 64 * h);
+        if (own) {
+          prefetch(w + kPrefetchBytesInt8);
+          prefetch(w + kPrefetchBytesInt8 + 64);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          sum[r][0] = step_int8(sum[r][0], w0, x + r * stride);
-          sum[r][1] = step_int8(sum[r][1], w1, x + r * stride);
+#pragma GCC unroll 2
+          for (int h = 0; h < H; ++h) sum[r][h] = step_int8(sum[r][h], line[h], x + r * stride);
         }
         w += kStepBytes;
         x += 4;
@@ -150,46 +201,72 @@ void tile(const Gemm& g, int panel, int row) {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         float scale;
-        __builtin_memcpy(&scale, meta + r * stride + group * 8, 4);
-        acc[r][0] = vfma(vfrom_int(sum[r][0]), vset(scale), acc[r][0]);
-        acc[r][1] = vfma(vfrom_int(sum[r][1]), vset(scale), acc[r][1]);
+        __builtin_memcpy(&scale, meta + r * stride + chunk * 8, 4);
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) acc[r][h] = vfma(vfrom_int(sum[r][h]), vset(scale), acc[r][h]);
       }
     }
   } else {
-    const int steps = g.w->k_pad / inputs_per_step(D);
+    constexpr int x_step = D == kBfloat16 && kWideBfloat16 ? 8 : 4;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      fetch(ahead);
 #pragma GCC unroll 2
-    for (int s = 0; s < steps; ++s) {
-      const vw w0 = wload(w), w1 = wload(w + 64);
-      prefetch(w + kPrefetchBytes);
-      prefetch(w + kPrefetchBytes + 64);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        acc[r][0] = step<D>(acc[r][0], w0, x + r * stride);
-        acc[r][1] = step<D>(acc[r][1], w1, x + r * stride);
+      for (int s = 0; s < kChunkSteps; ++s) {
+        if (own) {
+          prefetch(w + kPrefetchBytes);
+          prefetch(w + kPrefetchBytes + 64);
+        }
+        step_rows<D, H, R>(acc, w, x, stride);
+        w += kStepBytes;
+        x += x_step;
       }
-      w += kStepBytes;
-      x += 4;
     }
   }
-  finish<R>(g, panel, row, acc);
-}
-
-template <Dtype D, int R>
-inline void tile_of(const Gemm& g, int panel, int row, int rows) {
-  if constexpr (R > 1) {
-    if (rows < R) return tile_of<D, R - 1>(g, panel, row, rows);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) vstore(sums + r * kPanel + 16 * (half + h), acc[r][h]);
   }
-  tile<D, R>(g, panel, row);
 }
 
+// `rows` <= R rows of one panel: both halves at once, or one after the other where that leaves registers for more rows.
+template <Dtype D, int R>
+inline void tile_of(const Gemm& g, int panel, int row, int rows, bool own, Ahead ahead) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile_of<D, R - 1>(g, panel, row, rows, own, ahead);
+  }
+  alignas(64) float sums[R * kPanel];
+  if constexpr (R <= kRowBlock) {
+    tile<D, 2, R>(g, panel, 0, row, own, ahead, sums);
+  } else {
+    Ahead second = ahead;
+    ahead.lines = (ahead.lines + 1) / 2;
+    second.lines = ahead.lines;
+    second.at += int64_t{64} * ahead.lines * (g.w->k_pad / inputs_per_step(D) / kChunkSteps);
+    tile<D, 1, R>(g, panel, 0, row, own, ahead, sums);
+    tile<D, 1, R>(g, panel, 1, row, false, second, sums);
+  }
+  finish<R>(g, panel, row, sums);
+}
+
+// Few rows wait for memory, so each panel is fetched a little ahead of its own use. Many rows compute, so the next panel
+// is fetched in even portions meanwhile.
 template <Dtype D>
 void gemm_of(const Gemm& g, int begin, int end) {
-  const int blocks = (g.rows + kRowBlock - 1) / kRowBlock;
+  constexpr int most = D == kInt8 ? kRowBlockInt8 : kRowBlockHalf;
+  const int blocks = (g.rows + most - 1) / most;
+  const bool few = g.rows <= kRowBlock;
+  const int lines = (2 * kChunkSteps + blocks - 1) / blocks;
+  const int64_t block_bytes = int64_t{64} * lines * (g.w->k_pad / inputs_per_step(D) / kChunkSteps);
   for (int panel = begin; panel < end; ++panel) {
+    const uint8_t* next = g.w->data + (panel + 1) * g.w->panel_bytes;
+    const bool ahead = !few && panel + 1 < end;
     for (int b = 0; b < blocks; ++b) {  // blocks of nearly equal height
       const int row = static_cast<int>(static_cast<int64_t>(g.rows) * b / blocks);
-      const int next = static_cast<int>(static_cast<int64_t>(g.rows) * (b + 1) / blocks);
-      tile_of<D, kRowBlock>(g, panel, row, next - row);
+      const int last = static_cast<int>(static_cast<int64_t>(g.rows) * (b + 1) / blocks);
+      const uint8_t* from = next + block_bytes * b;
+      tile_of<D, most>(g, panel, row, last - row, few || (b == 0 && panel == begin),
+                       {from, ahead ? next + g.w->panel_bytes : from, lines});
     }
   }
 }
@@ -257,7 +334,7 @@ void prepare_row(const float* x, const float* norm, float eps, int k, int k_pad,
     if (dtype == kFloat32) {
       vstore(reinterpret_cast<float*>(out) + i, v);
     } else {
-      vstore_bf16(reinterpret_cast<uint16_t*>(out) + i, v);
+      store_bfloat16_input(out, i, v);
     }
   }
 }
@@ -451,7 +528,7 @@ inline void values_of(const Attention& a, int head, int column, const float (*sc
 template <class E, int H>
 void attend_heads(const Attention& a, int head) {
   alignas(64) float scores[H][kChunk];
-  constexpr int wide = H <= 2 ? 4 : H <= 4 && kRowBlock > 2 ? 4 : 1;
+  constexpr int wide = H <= 2 ? 4 : H <= 4 && kWideRegisters ? 4 : 1;
   const int first_block = a.begin / 16 * 16;
   int first = first_block;
   for (; first + 16 * (wide - 1) < a.end; first += 16 * wide) scores_of<E, H, wide>(a, head, first, scores);
@@ -540,5 +617,5 @@ void combine(const float* partial, int chunks, int64_t stride, int group, int he
 }  // namespace
 
 namespace dspark {
-const Kernels DSPARK_KERNELS = {DSPARK_NAME, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot, read};
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, kWideBfloat16, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot, read};
 }  // namespace dspark

@@ -31,13 +31,6 @@ struct Matrix {
   float* scales;    // int8: [panels * 32] scale of each output, otherwise null; bytes hold w / scale + 128
 };
 
-// Bytes of one prepared input row: values, then for int8 one {float scale, int32 -128 * sum} per group.
-inline int64_t prepared_row_bytes(Dtype dtype, int k_pad) {
-  const int64_t values = static_cast<int64_t>(k_pad) * 4 / inputs_per_step(dtype);
-  const int64_t groups = dtype == kInt8 ? static_cast<int64_t>(k_pad / kGroup) * 8 : 0;
-  return (values + groups + 63) / 64 * 64;
-}
-
 // out[t, :] = x[t, :] W^T for panels [begin, end), then the epilogue.
 struct Gemm {
   const Matrix* w;
@@ -94,6 +87,13 @@ struct RowHeads {
 
 struct Kernels {
   const char* name;
+  bool wide_bfloat16;  // inputs of bfloat16 matrices are kept as (rounded) floats
+  // Bytes of one prepared input row: values, then for int8 one {float scale, int32 -128 * sum} per group.
+  int64_t row_bytes(Dtype dtype, int k_pad) const {
+    const int64_t value = dtype == kInt8 ? 1 : dtype == kBfloat16 && !wide_bfloat16 ? 2 : 4;
+    const int64_t groups = dtype == kInt8 ? static_cast<int64_t>(k_pad / kGroup) * 8 : 0;
+    return (k_pad * value + groups + 63) / 64 * 64;
+  }
   void (*gemm)(const Gemm& g, int begin, int end);
   // Normalise (unless norm is null) and convert one row to the input form of a matrix.
   void (*prepare_row)(const float* x, const float* norm, float eps, int k, int k_pad, Dtype dtype, uint8_t* out);

@@ -183,9 +183,10 @@ int64_t dspark_matrix_bytes(void* matrix) {
 void dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out) {
   auto* m = static_cast<Matrix*>(matrix);
   Buffer buffer;
-  const int64_t stride = prepared_row_bytes(m->dtype, m->k_pad);
+  const Kernels& kernels = kernels_for(isa);
+  const int64_t stride = kernels.row_bytes(m->dtype, m->k_pad);
   buffer.reserve(stride * rows);
-  ApplyJob job{&kernels_for(isa), m, x, rows, out, buffer.as<uint8_t>(), stride};
+  ApplyJob job{&kernels, m, x, rows, out, buffer.as<uint8_t>(), stride};
   const int32_t totals[2] = {rows, m->panels};
   static_cast<Pool*>(pool)->run(totals, 2, apply_items, &job);
 }

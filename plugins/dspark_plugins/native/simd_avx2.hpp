@@ -14,7 +14,12 @@ struct vi {
 };
 using vw = vi;  // 64 bytes of packed weights: one step of 16 outputs
 
-constexpr int kRowBlock = 2;
+constexpr int kRowBlock = 2;      // rows whose accumulators of a whole panel live in registers
+constexpr int kRowBlockHalf = 6;  // of half a panel
+constexpr int kRowBlockInt8 = 4;  // the same, int8
+constexpr bool kWideRegisters = false;
+constexpr bool kWideBfloat16 = true;  // bfloat16 is multiplied as float
+constexpr bool kOffsetInt8 = false;   // weight bytes are made signed again
 
 inline vf vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline vf vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -86,6 +91,12 @@ inline void vstore_bf16(uint16_t* p, vf x) {
   const __m256i packed = _mm256_packus_epi32(round_half(x.a), round_half(x.b));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+// Sixteen inputs of a bfloat16 matrix, rounded: kept as float, so that nothing is widened in the product.
+inline void store_bfloat16_input(uint8_t* line, int index, vf x) {
+  float* out = reinterpret_cast<float*>(line) + index;
+  _mm256_storeu_ps(out, _mm256_castsi256_ps(_mm256_slli_epi32(round_half(x.a), 16)));
+  _mm256_storeu_ps(out + 8, _mm256_castsi256_ps(_mm256_slli_epi32(round_half(x.b), 16)));
+}
 inline void vstore_int8(int8_t* p, vf x) {
   const __m256i words = _mm256_permute4x64_epi64(
       _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
@@ -104,28 +115,22 @@ inline vf step_fp32(vf acc, vw w, const uint8_t* x) {
   const __m256 s = _mm256_set1_ps(*reinterpret_cast<const float*>(x));
   return {_mm256_fmadd_ps(_mm256_castsi256_ps(w.a), s, acc.a), _mm256_fmadd_ps(_mm256_castsi256_ps(w.b), s, acc.b)};
 }
-inline __m256 dot2_half(__m256 acc, __m256i w, __m256 low, __m256 high) {
-  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), low, acc);
-  const __m256i upper = _mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(upper), high, acc);
+// Of 16 pairs of bfloat16 the first ones or the second ones.
+inline void load_first_or_second(vf& out, const uint8_t* p, int second) {
+  const vw w = wload(p);
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  out.a = _mm256_castsi256_ps(second ? _mm256_and_si256(w.a, upper) : _mm256_slli_epi32(w.a, 16));
+  out.b = _mm256_castsi256_ps(second ? _mm256_and_si256(w.b, upper) : _mm256_slli_epi32(w.b, 16));
 }
-inline vf step_bf16(vf acc, vw w, const uint8_t* x) {
-  const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
-  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
-  const __m256 high =
-      _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  return {dot2_half(acc.a, w.a, low, high), dot2_half(acc.b, w.b, low, high)};
-}
-// Exact: bytes are widened to 16 bits first (VPMADDUBSW alone would saturate).
-inline __m256i dot4_half(__m256i acc, __m256i w, __m256i even, __m256i odd) {
-  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), even));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
+// Exact: |w| <= 127 and |x| <= 127, so a sum of two products fits 16 bits and VPMADDUBSW never saturates.
+inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) {
+  const __m256i w = _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 inline vi step_int8(vi acc, vw w, const uint8_t* x) {
   const __m256i quad = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8);
-  const __m256i odd = _mm256_srai_epi16(quad, 8);
-  return {dot4_half(acc.a, w.a, even, odd), dot4_half(acc.b, w.b, even, odd)};
+  return {dot4_half(acc.a, w.a, quad), dot4_half(acc.b, w.b, quad)};
 }
 inline void prefetch(const void* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 

@@ -10,7 +10,11 @@ using vf = __m512;   // 16 float
 using vi = __m512i;  // 16 int32
 using vw = __m512i;  // 64 bytes of packed weights: one step of 16 outputs
 
-constexpr int kRowBlock = 8;  // rows whose accumulators live in registers
+constexpr int kRowBlock = 8;  // rows whose accumulators of a whole panel live in registers
+constexpr int kRowBlockHalf = 8, kRowBlockInt8 = 8;  // nothing to gain from half panels
+constexpr bool kWideRegisters = true;
+constexpr bool kWideBfloat16 = false;
+constexpr bool kOffsetInt8 = true;  // VPDPBUSD takes weight bytes with their offset of 128
 
 inline vf vzero() { return _mm512_setzero_ps(); }
 inline vf vset(float x) { return _mm512_set1_ps(x); }
@@ -56,6 +60,10 @@ inline void vstore_bf16(uint16_t* p, vf x) {
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   rounded = _mm512_mask_set1_epi32(rounded, nan, 0x7fc0);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+// Sixteen inputs of a bfloat16 matrix.
+inline void store_bfloat16_input(uint8_t* line, int index, vf x) {
+  vstore_bf16(reinterpret_cast<uint16_t*>(line) + index, x);
 }
 inline void vstore_int8(int8_t* p, vf x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));

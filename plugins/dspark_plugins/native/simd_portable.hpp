@@ -16,7 +16,10 @@ struct vw {
   uint8_t v[64];  // packed weights: one step of 16 outputs
 };
 
-constexpr int kRowBlock = 2;
+constexpr int kRowBlock = 2, kRowBlockHalf = 2, kRowBlockInt8 = 2;
+constexpr bool kWideRegisters = false;
+constexpr bool kWideBfloat16 = true;
+constexpr bool kOffsetInt8 = true;
 
 template <class F>
 inline vf lanes(F f) {
@@ -110,6 +113,12 @@ inline void vstore_bf16(uint16_t* p, const vf& x) {
     p[i] = static_cast<uint16_t>(x.v[i] != x.v[i] ? 0x7fc0u : rounded);
   }
 }
+// Sixteen inputs of a bfloat16 matrix, rounded, kept as float.
+inline void store_bfloat16_input(uint8_t* line, int index, const vf& x) {
+  uint16_t bits[16];
+  vstore_bf16(bits, x);
+  vstore(reinterpret_cast<float*>(line) + index, vload_bf16(bits));
+}
 // Lanes must already be whole numbers in [-127, 127] or NaN.
 inline void vstore_int8(int8_t* p, const vf& x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(x.v[i] >= -127.0f && x.v[i] <= 127.0f ? x.v[i] : 0.0f);
@@ -135,18 +144,12 @@ inline vf step_fp32(const vf& acc, const vw& w, const uint8_t* x) {
   std::memcpy(lane, w.v, 64);
   return lanes([&](int i) { return acc.v[i] + lane[i] * s; });
 }
-inline vf step_bf16(const vf& acc, const vw& w, const uint8_t* x) {
-  uint16_t pair[2];
-  uint32_t lane[16];
-  std::memcpy(pair, x, 4);
-  std::memcpy(lane, w.v, 64);
-  const float low = widen(pair[0]), high = widen(pair[1]);
-  return lanes([&](int i) {
-    const uint32_t low_bits = lane[i] << 16, high_bits = lane[i] & 0xffff0000u;
-    float a, b;
-    std::memcpy(&a, &low_bits, 4);
-    std::memcpy(&b, &high_bits, 4);
-    return (acc.v[i] + a * low) + b * high;
+// Of 16 pairs of bfloat16 the first ones or the second ones.
+inline void load_first_or_second(vf& out, const uint8_t* p, int second) {
+  out = lanes([&](int i) {
+    uint16_t bits;
+    std::memcpy(&bits, p + 4 * i + 2 * second, 2);
+    return widen(bits);
   });
 }
 inline vi step_int8(const vi& acc, const vw& w, const uint8_t* x) {
