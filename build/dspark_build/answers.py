@@ -121,6 +121,18 @@ class AnswerShard:
     prompt_id: npt.NDArray[np.int32]  # [n]
     temperature: npt.NDArray[np.float32]  # [n]
 
+    @classmethod
+    def of_answers(cls, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> AnswerShard:
+        """Return the shard of these questions and the tokens that answered each."""
+        rows = [np.array([*q.prompt_ids, *ids], np.int32) for q, ids in zip(questions, answers, strict=True)]
+        return cls(
+            tokens=np.concatenate(rows) if rows else np.zeros(0, np.int32),
+            offsets=np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
+            prompt_len=np.array([len(q.prompt_ids) for q in questions], np.int32),
+            prompt_id=np.array([q.prompt_id for q in questions], np.int32),
+            temperature=np.array([q.temperature for q in questions], np.float32),
+        )
+
     def __len__(self) -> int:
         return len(self.prompt_len)
 
@@ -134,6 +146,8 @@ class AnswerShard:
     def save(self, path: Path) -> None:
         """Write the shard. Raises CapacityError when the disk is full."""
         arrays = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if len(self.tokens) and int(self.tokens.max()) < 2**16:
+            arrays["tokens"] = self.tokens.astype(np.uint16)
         write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
     @classmethod
@@ -145,7 +159,8 @@ class AnswerShard:
         """
         try:
             with np.load(path) as stored:
-                return cls(**{name: stored[name] for name in cls.__dataclass_fields__})
+                arrays = {name: stored[name] for name in cls.__dataclass_fields__}
+                return cls(**(arrays | {"tokens": arrays["tokens"].astype(np.int32)}))
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); delete it and run `data` again"
@@ -223,12 +238,5 @@ def make_answers(
 
 
 def _to_shard(questions: Sequence[Question], answers: Sequence[Answer | None]) -> AnswerShard:
-    kept = [(q, a) for q, a in zip(questions, answers, strict=True) if a is not None]
-    rows = [np.array(q.prompt_ids + a.token_ids, np.int32) for q, a in kept]
-    return AnswerShard(
-        tokens=np.concatenate(rows) if rows else np.zeros(0, np.int32),
-        offsets=np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
-        prompt_len=np.array([len(q.prompt_ids) for q, _ in kept], np.int32),
-        prompt_id=np.array([q.prompt_id for q, _ in kept], np.int32),
-        temperature=np.array([q.temperature for q, _ in kept], np.float32),
-    )
+    kept = [(q, a.token_ids) for q, a in zip(questions, answers, strict=True) if a is not None]
+    return AnswerShard.of_answers([q for q, _ in kept], [ids for _, ids in kept])

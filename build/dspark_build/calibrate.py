@@ -18,8 +18,8 @@ from dspark_build.block_records import Asked, BlockRecords, decode
 from dspark_build.files import write_text
 from dspark_build.manifest import load_manifest
 from dspark_build.progress import say
-from dspark_build.prompt_files import read_prompts
-from dspark_build.training_data import HELD_OUT_EVERY, parse_temperatures, tokenize_prompts
+from dspark_build.prompt_files import parse_temperatures, read_prompts, tokenize_prompts
+from dspark_build.training_data import HELD_OUT_EVERY
 
 __all__ = ["add_calibrate_arguments", "fit_records", "load_temperatures", "run_calibrate"]
 

@@ -33,7 +33,7 @@ class _Command:
 COMMANDS = (
     _Command(
         "data",
-        "dspark_build.training_data",
+        "dspark_build.data",
         "let the target answer prompts and cache its features",
         "dspark-build data --target model.gguf --prompts prompts.jsonl --out out/data",
     ),

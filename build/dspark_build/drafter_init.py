@@ -43,7 +43,7 @@ def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, 
 
     Arguments:
         init: `random`; `layers:A,B,...` (one target layer for each drafter layer); or a drafter folder of
-            the same shape.
+            the same shape (the block size may differ).
 
     Raises:
         ConfigError: layers that are too few, too many or out of range; a drafter of another shape.
@@ -121,12 +121,25 @@ def _copy_layers(model: DrafterModel, checkpoint: TargetCheckpoint, init: str) -
     for layer, source in zip(model.layers, ids, strict=True):
         for name, parameter in layer.named_parameters():
             parameter.copy_(torch.from_numpy(checkpoint.weights.float32(f"layers.{source}.{name}")))
-    # Context enters K and V as the layer's normalised input would: start from the mean of the features.
-    d = own.hidden_size
-    m = len(model.config.target_layer_ids)
-    model.fc.weight.copy_(
-        torch.eye(d).repeat(1, m) / m + 0.002 * torch.randn(d, m * d, generator=_generator(1))
-    )
+    _imitate_context(model, checkpoint, ids)
+
+
+def _imitate_context(model: DrafterModel, checkpoint: TargetCheckpoint, sources: list[int]) -> None:
+    """Let the context enter K and V nearly as it does in the copied layers.
+
+    A target layer l sees norm_l(h_{l-1}). `fc` starts by picking the stored feature nearest to that for every
+    source and taking their mean, the norm as the mean of the sources' input norms; with one source whose input is
+    stored this is exact.
+    """
+    layer_ids = model.config.target_layer_ids
+    d = model.config.decoder.hidden_size
+    fc = 0.002 * torch.randn(model.fc.weight.shape, generator=_generator(1))
+    for source in sources:
+        nearest = min(range(len(layer_ids)), key=lambda at: abs(layer_ids[at] - (source - 1)))
+        fc[:, nearest * d : (nearest + 1) * d] += torch.eye(d) / len(sources)
+    model.fc.weight.copy_(fc)
+    norms = [checkpoint.weights.float32(f"layers.{source}.input_layernorm.weight") for source in sources]
+    model.hidden_norm.weight.copy_(torch.from_numpy(np.mean(norms, axis=0)))
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -135,7 +148,13 @@ def _generator(seed: int) -> torch.Generator:
 
 def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> None:
     found = load_drafter_checkpoint(folder, target=target)
-    comparable = replace(found.config, target_hash=model.config.target_hash, sliding_windows=())
+    # No weight depends on the block size, and nothing but the weights is taken over.
+    comparable = replace(
+        found.config,
+        target_hash=model.config.target_hash,
+        sliding_windows=(),
+        block_size=model.config.block_size,
+    )
     if comparable != replace(model.config, sliding_windows=()):
         raise ConfigError(f"--init: {folder} is {_shape(found.config)}, this run is {_shape(model.config)}")
     mapping = found.draft_to_target

@@ -17,8 +17,7 @@ from dspark_build.block_records import Asked, BlockRecords, decode
 from dspark_build.calibrate import load_temperatures
 from dspark_build.files import write_text
 from dspark_build.progress import say
-from dspark_build.prompt_files import read_prompts
-from dspark_build.training_data import tokenize_prompts
+from dspark_build.prompt_files import read_prompts, tokenize_prompts
 
 __all__ = ["add_eval_arguments", "report", "run_eval"]
 

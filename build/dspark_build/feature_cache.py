@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +33,7 @@ __all__ = [
     "feature_paths",
     "make_features",
     "stored_layers",
+    "write_features",
 ]
 
 PAGE_SIZE = 16
@@ -145,22 +146,27 @@ def make_features(
 def _make_shard(
     shard: AnswerShard, paths: tuple[Path, Path], target: TargetExecutor, head: TargetHead
 ) -> None:
-    lse: list[npt.NDArray[np.float32]] = []
-    argmax: list[npt.NDArray[np.int32]] = []
+    lse: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    argmax: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
+    rows = list(_shard_rows(shard, target, head, lse, argmax))
+    write_features(paths, rows, lse=np.concatenate(lse), argmax=np.concatenate(argmax))
+
+
+def write_features(
+    paths: tuple[Path, Path],
+    rows: Iterable[torch.Tensor],
+    *,
+    lse: npt.NDArray[np.float32],
+    argmax: npt.NDArray[np.int32],
+) -> None:
+    """Write the two files of a shard: bfloat16 feature rows, then what the target says at answer rows."""
 
     def write_rows(file: BinaryIO) -> None:
-        for rows in _shard_rows(shard, target, head, lse, argmax):
-            file.write(rows.view(torch.int16).numpy().tobytes())
-
-    def write_targets(file: BinaryIO) -> None:
-        np.savez(
-            file,
-            lse=np.concatenate(lse) if lse else np.zeros(0, np.float32),
-            argmax=np.concatenate(argmax) if argmax else np.zeros(0, np.int32),
-        )
+        for some in rows:
+            file.write(some.contiguous().view(torch.int16).numpy().tobytes())
 
     write_atomically(paths[0], write_rows)
-    write_atomically(paths[1], write_targets)
+    write_atomically(paths[1], lambda file: np.savez(file, lse=lse, argmax=argmax))
 
 
 def _shard_rows(

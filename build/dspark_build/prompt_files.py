@@ -1,4 +1,7 @@
-"""Prompt files: JSONL with `turns` and, where known, `source`. Only the first user turn is asked."""
+"""Prompts: files (JSONL with `turns` and, where known, `source`), their tokens, and how warm they are asked.
+
+Only the first user turn is asked.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.errors import ConfigError
+from dspark.models.loading import TargetCheckpoint
 
-__all__ = ["Prompt", "fingerprint", "read_prompts", "without"]
+__all__ = ["Prompt", "fingerprint", "parse_temperatures", "read_prompts", "tokenize_prompts", "without"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,32 @@ def without(prompts: Iterable[Prompt], excluded: Iterable[Prompt]) -> list[Promp
 def fingerprint(text: str) -> str:
     """Return a digest of the text that ignores case and spacing."""
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()
+
+
+def tokenize_prompts(checkpoint: TargetCheckpoint, prompts: list[Prompt]) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt, through the target's chat template where it has one.
+
+    Raises:
+        ConfigError: the target has no tokenizer.
+    """
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise ConfigError("target: has no tokenizer, and prompts are text; use a folder or file that has one")
+    if tokenizer.has_chat_template:
+        return [tuple(tokenizer.apply_chat_template([{"role": "user", "content": p.text}])) for p in prompts]
+    return [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
+
+
+def parse_temperatures(name: str, text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}: got {text!r}, allowed are numbers with commas, such as 0,0.7,1.0"
+        ) from error
+    if not all(0.0 <= value <= 5.0 for value in values):
+        raise ConfigError(f"{name}: got {text!r}, allowed are numbers from 0 to 5")
+    return values
 
 
 def _parse(line: str, path: Path, number: int) -> Prompt:

@@ -9,6 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from dspark_build.curves import Curves
 from dspark_build.drafter_init import choose_draft_vocab, export_drafter, initialise
 from dspark_build.drafting_loss import LossWeights
 from dspark_build.feature_cache import stored_layers
+from dspark_build.optimizer import MatrixOptimizer
 from dspark_build.progress import ProgressLine, StopSignal, say
 from dspark_build.training_batch import PackedBatch, choose_anchors, pack
 from dspark_build.training_data import Dataset, target_head
@@ -121,16 +123,8 @@ class Trainer:
         self.counters = Counters()
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.device = model.frozen.embedding.device
-        decayed = [p for n, p in self.parameters.items() if p.dim() == 2 and "markov_w1" not in n]
-        others = [p for n, p in self.parameters.items() if p.dim() != 2 or "markov_w1" in n]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": settings.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=(0.9, 0.98),
-            fused=True,
+        self.optimizer = MatrixOptimizer(
+            _groups(self.parameters, settings), lr=settings.lr, weight_decay=settings.weight_decay
         )
         self.ema = Ema(self.parameters, settings.ema) if settings.ema else None
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
@@ -280,6 +274,30 @@ class Trainer:
         return seen
 
 
+def _groups(parameters: dict[str, Tensor], settings: TrainSettings) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: layer matrices, other matrices, and what no decay shrinks."""
+
+    def kind(name: str, parameter: Tensor) -> str:
+        if (
+            parameter.dim() == 2
+            and min(parameter.shape) > 1
+            and (name.startswith("layers.") or name == "fc.weight")
+        ):
+            return "layer"
+        return "matrix" if parameter.dim() == 2 and "markov_w1" not in name else "other"
+
+    kinds = {name: kind(name, parameter) for name, parameter in parameters.items()}
+
+    def of(wanted: str) -> list[Tensor]:
+        return [parameter for name, parameter in parameters.items() if kinds[name] == wanted]
+
+    return [
+        {"params": of("layer"), "orthogonal": settings.optimizer == "muon"},
+        {"params": of("matrix")},
+        {"params": of("other"), "weight_decay": 0.0},
+    ]
+
+
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder, .gguf file or hub name")
     parser.add_argument("--data", required=True, type=Path, help="made by `dspark-build data`")
@@ -322,6 +340,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--all-slots", action="store_true", help="score every slot; default: slot k in exp(-(k-1)/decay)"
+    )
+    run.add_argument(
+        "--optimizer",
+        choices=("muon", "adamw"),
+        default="muon",
+        help="muon: orthogonalised momentum for the layers' matrices, AdamW for the rest (default %(default)s)",
     )
     run.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (default %(default)g)")
     run.add_argument("--min-lr-share", type=float, default=0.02)
@@ -543,6 +567,7 @@ def _settings(
         sample_slots=not args.all_slots,
         positions=int(args.positions),
         max_minutes=args.max_minutes,
+        optimizer=args.optimizer,
         lr=args.lr,
         min_lr_share=args.min_lr_share,
         warmup_share=args.warmup_share,

@@ -43,6 +43,7 @@ class TrainSettings:
     sample_slots: bool
     positions: int  # the schedule's length; also the end
     max_minutes: float  # 0 = none; else the schedule ends with whatever comes first
+    optimizer: str  # muon or adamw
     lr: float
     min_lr_share: float
     warmup_share: float

@@ -15,9 +15,10 @@ from dspark.models.loading import load_target
 from dspark_build import files, train
 from dspark_build.answers import AnswerShard, shard_path
 from dspark_build.cli import main
-from dspark_build.feature_cache import feature_folder, feature_paths
+from dspark_build.feature_cache import FeatureStore, feature_folder, feature_paths
 from dspark_build.training_data import Dataset, target_head
 from support.tiny_models import write_tiny_target
+from torch.nn import functional
 
 LAYERS = "0,2"
 
@@ -143,8 +144,10 @@ def test_data_that_was_interrupted_ends_the_same(home, tmp_path):
     for index in range(3):
         ours, theirs = (AnswerShard.load(shard_path(f, index)) for f in (out, home / "data"))
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        pair = [feature_paths(feature_folder(f, (0, 2)), index)[0] for f in (out, home / "data")]
-        assert pair[0].read_bytes() == pair[1].read_bytes()
+        pair = [FeatureStore(feature_folder(f, (0, 2)), index, width=64) for f in (out, home / "data")]
+        # The passes were cut differently: equal up to a rounding of bfloat16.
+        torch.testing.assert_close(pair[0].rows.float(), pair[1].rows.float(), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(pair[0].lse, pair[1].lse, atol=2e-2, rtol=5e-3)
 
 
 def test_data_of_other_settings_is_refused_with_both_values(home, capsys):
@@ -234,6 +237,30 @@ def test_a_drafter_that_goes_on_from_another_starts_where_it_ended(home, tmp_pat
     second = trainer_of(home, tmp_path / "second", "--init", drafter, "--vocab-from", drafter)
     for name, parameter in first.parameters.items():
         torch.testing.assert_close(parameter, second.parameters[name], atol=2e-3, rtol=1e-3)
+
+
+def test_another_block_size_takes_over_all_weights_and_another_rank_none(home, tmp_path):
+    first = trainer_of(home, tmp_path / "first", "--ema", "0")
+    first.save()
+    drafter = str(tmp_path / "first" / "drafter")
+    more = ("--init", drafter, "--vocab-from", drafter)
+    longer = trainer_of(home, tmp_path / "longer", *more, "--block-size", "5")
+    for name, parameter in first.parameters.items():
+        torch.testing.assert_close(parameter, longer.parameters[name], atol=2e-3, rtol=1e-3)
+    with pytest.raises(ConfigError, match="rank 4.* rank 6"):
+        trainer_of(home, tmp_path / "wider", *more, "--rank", "6")
+
+
+def test_a_copied_layer_sees_the_context_as_the_target_does_where_its_input_is_stored(home, tmp_path):
+    checkpoint = load_target(home / "target")
+    trainer = trainer_of(home, tmp_path / "run", "--init", "layers:1", "--target-layers", "0,2")
+    model, d = trainer.model, checkpoint.config.decoder.hidden_size
+    features = torch.randn(20, 2 * d, generator=torch.Generator().manual_seed(3))
+    seen = model.hidden_norm(model.fc(features))
+    norm = torch.from_numpy(checkpoint.weights.float32("layers.1.input_layernorm.weight"))
+    own = functional.rms_norm(features[:, :d], (d,), norm, checkpoint.config.decoder.rms_norm_eps)
+    torch.testing.assert_close(seen, own, atol=0.1, rtol=0.0)  # but for the noise that breaks ties
+    assert functional.cosine_similarity(seen, own, dim=-1).min() > 0.999
 
 
 def test_a_run_with_other_settings_is_refused_with_both_values(home, tmp_path):
