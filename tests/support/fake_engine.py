@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from dspark.engine.stats import EngineStats
-from dspark.request import FinishReason, Request, RequestOutput, SpecMetrics
+from dspark.request import FinishReason, Request, RequestOutput, SpecMetrics, TokenLogProb
 
 
 class ByteCodec:
     """One token per byte of UTF-8; the chat template writes role and content of every message."""
+
+    eos_ids = (0,)
+    bos_id = None
+
+    def is_special(self, token_id):
+        return token_id == 0
 
     def encode(self, text, **_options):
         return list(text.encode())
@@ -67,11 +73,13 @@ class FakeEngine:
                 acceptance_histogram=[1, 0, 3],
             )
             metrics.seed = 17
-            self.requests[index].emit(
+            request = self.requests[index]
+            request.emit(
                 RequestOutput(
                     request_id=1,
                     token_ids=(place,),
                     text=text,
+                    log_probs=(TokenLogProb(-1.0, 1),) if request.params.wants_log_probs else (),
                     finish_reason=reason,
                     metrics=metrics if reason else None,
                 )

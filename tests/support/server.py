@@ -45,10 +45,15 @@ def make_repository(folder: Path) -> Path:
     return folder / "repository"
 
 
-def server_process(repository: Path, **options: Any) -> ServerProcess:
+def server_process(
+    repository: Path, *, settings: dict[str, object] | None = None, **options: Any
+) -> ServerProcess:
     log_file = repository.parent / f"server-{time.monotonic_ns()}.log"
     given = {"grpc_port": 0, "http_port": 0, "metrics_port": 0, "start_timeout_s": 60.0, **options}
-    return ServerProcess(options=ServerOptions(model_repository=repository, log_file=log_file, **given))
+    return ServerProcess(
+        options=ServerOptions(model_repository=repository, log_file=log_file, **given),
+        settings=settings or {},
+    )
 
 
 @dataclass

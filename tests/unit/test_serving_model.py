@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import random
 import sys
 import time
 
@@ -12,6 +13,7 @@ from dspark.serving.contract import OUTPUTS
 from support import fake_pb_utils
 from support.fake_engine import FakeEngine, fake_runtime, perf
 from support.fake_pb_utils import Request
+from support.malformed import malformed_tensors
 
 ALL = [spec.name for spec in OUTPUTS]
 
@@ -181,6 +183,27 @@ def test_time_limits_become_deadlines(model, engine, kwargs, limit_s):
     before = time.monotonic()
     model.execute([request(**kwargs)])
     assert before + limit_s <= engine.requests[0].deadline_s <= time.monotonic() + limit_s
+
+
+def test_a_thousand_malformed_requests_are_each_answered_once_and_harm_no_other(model, engine):
+    rng = random.Random(20261130)
+    asked = [
+        Request(malformed_tensors(rng), outputs=ALL, request_id=rng.choice(("", "a"))) for _ in range(1000)
+    ]
+    good = request()
+    model.execute([*asked[:500], good, *asked[500:]])
+    submitted = len(engine.requests)
+    for index in range(submitted):
+        engine.answer(["fine"], index=index)
+    until(lambda: all(finals(one) for one in (*asked, good)))
+    assert all(finals(one) == 1 for one in asked)
+    errors = [str(one.sent[-1][0].error) for one in asked if one.sent[-1][0].error is not None]
+    assert all(error.startswith("[INVALID_ARG] ") and ", allowed is " in error for error in errors), [
+        error for error in errors if not error.startswith("[INVALID_ARG] ")
+    ]
+    assert len(errors) > 600 and 1 < submitted < 400
+    assert good.sent[0][0].outputs["text_output"][0] == b"fine"
+    assert model.num_open() == 0
 
 
 def test_finalize_ends_what_is_open(model, engine):

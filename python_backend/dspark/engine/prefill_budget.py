@@ -22,7 +22,7 @@ class PrefillBudget:
         stretch: how many times as long as usual a step may take.
     """
 
-    def __init__(self, *, max_tokens: int, stretch: float = 2.2) -> None:
+    def __init__(self, *, max_tokens: int, stretch: float = 2.0) -> None:
         self._max_tokens = max_tokens
         self._stretch = stretch
         self._alone_s: float | None = None  # seconds of a step that only decodes
