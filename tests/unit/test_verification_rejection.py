@@ -117,9 +117,10 @@ def pair_probs(logits_after: np.ndarray, params: dict[str, Any]) -> np.ndarray:
     return np.array(pairs)
 
 
+@pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "one_hot", "reduced"])
 @pytest.mark.parametrize("name", PARAMS)
-def test_first_two_tokens_are_distributed_as_plain_ones(name: str, kind: str) -> None:
+def test_first_two_tokens_are_distributed_as_plain_ones(name: str, kind: str, labelled: bool) -> None:
     rng = np.random.default_rng(3)
     target = (rng.normal(size=(V, V)) * 1.5).astype(np.float32)
     draft = (0.6 * target + 0.3 * rng.normal(size=(V, V))).astype(np.float32)
@@ -131,7 +132,16 @@ def test_first_two_tokens_are_distributed_as_plain_ones(name: str, kind: str) ->
             position = len(output)
             drafts, qs = draft_chain(sampler, draft, kind, 3, position, output[-1])
             rows = target[[output[-1], *drafts[:2]]]
-            verdict = verify_chain(sampler, rows, None, drafts[:2], qs[:2], position=position)
+            verdict = verify_chain(
+                sampler,
+                rows,
+                None,
+                drafts[:2],
+                qs[:2],
+                position=position,
+                soft_labels=labelled,
+                cut_off=(drafts[2], qs[2]) if labelled else None,
+            )
             sampler.commit(verdict.token_ids)
             output += verdict.token_ids
             num_accepted += verdict.accepted
@@ -156,6 +166,30 @@ def test_labels_are_the_exact_acceptance_of_every_position_looked_at() -> None:
     looked_up = verify_chain(sampler, rows, None, drafts, None, position=1, soft_labels=True)
     assert looked_up.soft_labels is not None
     assert looked_up.soft_labels[0] == pytest.approx(sampler.distribution(rows[0]).probs[drafts[0]])
+
+
+@pytest.mark.parametrize("kind", ["dense", "one_hot", "reduced"])
+def test_the_row_of_the_added_token_labels_the_draft_that_was_cut_off(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    target = rng.normal(size=(V, V)).astype(np.float32)
+    seen = 0
+    for seed in range(40):
+        sampler = request_sampler({"temperature": 0.8}, seed)
+        drafts, qs = draft_chain(sampler, target + 0.3, kind, 3, 1, 0)
+        rows = target[[0, *drafts[:2]]]
+        cut_off = (drafts[2], qs[2])
+        verdict = verify_chain(
+            sampler, rows, None, drafts[:2], qs[:2], position=1, soft_labels=True, cut_off=cut_off
+        )
+        assert verdict.soft_labels is not None
+        assert len(verdict.soft_labels) == verdict.accepted + 1
+        if verdict.accepted < 2:
+            continue
+        seen += 1
+        p = sampler.distribution(rows[2], drafted=drafts[:2]).dense(V)
+        q = np.eye(V)[drafts[2]] if qs[2] is None else qs[2].dense(V)
+        assert verdict.soft_labels[2] == pytest.approx(1 - 0.5 * np.abs(p - q).sum())
+    assert seen > 3
 
 
 def test_rows_behind_the_first_rejection_are_never_read() -> None:

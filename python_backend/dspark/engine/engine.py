@@ -105,7 +105,7 @@ class Engine:
         self._drafts.feed(plan, rows, output)
         clock.committed()
         count_step(self._stats, block, rows, verdicts)
-        observation = observe_step(plan, block, rows, verdicts, clock) if plan.decoding else None
+        observation = observe_step(plan, block, rows, output, verdicts, clock) if plan.decoding else None
         if observation is not None:
             self.scheduler.observe(observation)
         self._prefill_budget.observe(

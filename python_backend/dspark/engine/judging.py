@@ -19,6 +19,9 @@ def judge_drafts(
 ) -> Verdict:
     """Judge the drafts of a decoding sequence; rows that are not finite end the usable part.
 
+    Under rejection sampling the verdict has exact labels, that of the first draft that was cut off among them;
+    they cost a sum over two distributions that are at hand anyway.
+
     Arguments:
         block: drafts of all decoding sequences, [R, G].
         index: of this sequence among them.
@@ -29,13 +32,25 @@ def judge_drafts(
         NonFiniteError: the row behind the anchor is not finite.
     """
     usable = _usable_rows(sequence, output.finite[span])
+    count = int(block.num_tokens[index])
+    drafts = block.tokens[index, :count].tolist()
+    distributions = block.distributions[index] if block.distributions else None
+    verified = min(num_drafts, usable - 1)
+    labelled = (
+        count > 0 and sequence.sampler.rule == "rejection" and not sequence.request.params.alters_logits
+    )
+    cut_off = None
+    if labelled and verified < count:
+        cut_off = (drafts[verified], distributions[verified] if distributions else None)
     return verify_chain(
         sequence.sampler,
         output.logits[span],
         output.argmax[span],
-        block.tokens[index, : min(num_drafts, usable - 1)].tolist(),
-        block.distributions[index] if block.distributions else None,
+        drafts[:verified],
+        distributions,
         position=len(sequence.token_ids),
+        soft_labels=labelled,
+        cut_off=cut_off,
     )
 
 

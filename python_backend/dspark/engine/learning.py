@@ -6,16 +6,20 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dspark.drafters.interface import DraftBlock
 from dspark.engine.batching import StepPlan
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows
 from dspark.engine.step_report import StepReport
+from dspark.executors.interface import TargetOutput
 from dspark.sampling.verification import Verdict
 from dspark.scheduling.scheduler import StepObservation
 
-__all__ = ["StepClock", "count_step", "observe_step"]
+__all__ = ["StepClock", "count_step", "exact_labels", "observe_step"]
+
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -77,18 +81,51 @@ def count_step(stats: EngineStats, block: DraftBlock, rows: StepRows, verdicts: 
     stats.num_accepted_tokens += sum(0 if v is None else v.accepted for v in verdicts)
 
 
+def exact_labels(block: DraftBlock, rows: StepRows, verdicts: list[Verdict | None]) -> Float32 | None:
+    """Return the acceptance of drafts where it is known better than by hit and miss; None where nothing was drafted.
+
+    Under rejection sampling these are the verdict's own labels. Under the other rules a draft is accepted when it
+    is the target's own token, and the token that was added tells that of the first draft that was cut off.
+
+    Returns:
+        float32 [R, G] in [0, 1], NaN = unknown.
+    """
+    if not block.num_tokens.any():
+        return None
+    labels = np.full(block.tokens.shape, np.nan, np.float32)
+    for index, verdict in enumerate(verdicts):
+        if verdict is None:
+            continue
+        at = verdict.accepted
+        if verdict.soft_labels is not None:
+            labels[index, : len(verdict.soft_labels)] = verdict.soft_labels
+        elif at == rows.verify_len[index] < block.num_tokens[index]:
+            labels[index, at] = block.tokens[index, at] == verdict.token_ids[-1]
+    return labels
+
+
 def observe_step(
-    plan: StepPlan, block: DraftBlock, rows: StepRows, verdicts: list[Verdict | None], clock: StepClock
+    plan: StepPlan,
+    block: DraftBlock,
+    rows: StepRows,
+    output: TargetOutput,
+    verdicts: list[Verdict | None],
+    clock: StepClock,
 ) -> StepObservation:
-    """Return what the scheduler learns of a step with at least one decoding sequence."""
-    failed = np.array([v is None for v in verdicts], np.bool_)
+    """Return what the scheduler learns of a step with at least one decoding sequence.
+
+    Sequences that failed or had a row that is not finite count as altered: the calibrator does not see them.
+    """
+    starts = rows.batch.query_start[: len(plan.decoding) + 1]  # of decoding sequences all rows are logit rows
+    finite = np.logical_and.reduceat(output.finite[: starts[-1]], starts[:-1])
+    failed = np.array([v is None for v in verdicts], np.bool_) | ~finite
     return StepObservation(
         sequence_ids=plan.sequence_ids,
         num_drafts=block.num_tokens,
         verify_len=rows.verify_len,
         accepted=np.array([0 if v is None else v.accepted for v in verdicts], np.int32),
         confidence_logits=block.confidence_logits,
-        soft_labels=None,
+        soft_labels=exact_labels(block, rows, verdicts),
         sampled=plan.sampled,
         altered=plan.altered | failed,
         num_blocks=int(np.count_nonzero(block.num_tokens)),

@@ -40,8 +40,9 @@ class Verdict:
     """What one step commits for one sequence: the accepted drafts and one token of the target.
 
     `soft_labels[k]` is the exact probability, over the draw of x_k, that position k is accepted given that
-    those before it were; one for every position that was looked at (accepted ones and the first rejected).
-    None when not asked for, and at temperature 0.
+    those before it were; one for every position that was looked at (accepted ones, the first rejected, and
+    the draft that was cut off where `verify_chain` was told of it). None when not asked for, and at
+    temperature 0.
     """
 
     accepted: int  # drafts only
@@ -59,6 +60,7 @@ def verify_chain(
     position: int,
     rule: VerificationRule | None = None,
     soft_labels: bool = False,
+    cut_off: tuple[int, Distribution | None] | None = None,
 ) -> Verdict:
     """Verify the drafts of one sequence.
 
@@ -71,6 +73,8 @@ def verify_chain(
         position: absolute position of the first drafted token.
         rule: None = the sampler's own.
         soft_labels: whether to compute `Verdict.soft_labels`.
+        cut_off: under `rejection`, the draft behind the last verified one and its q (None = one-hot), to be
+            labelled when all before it are accepted: the row that gives the added token has its p.
 
     Raises:
         NonFiniteError: when a row that was read is not finite.
@@ -83,7 +87,9 @@ def verify_chain(
         )
     drafts = [int(token_id) for token_id in drafts]
     if rule == "rejection":
-        return _verify_rejection(sampler, logits, drafts, distributions, position, soft_labels)
+        return _verify_rejection(
+            sampler, logits, drafts, distributions, position, soft_labels, cut_off if soft_labels else None
+        )
     labels: list[float] | None = [] if soft_labels and rule == "coupled" else None
     accepted = 0
     while True:
@@ -179,17 +185,24 @@ def _verify_rejection(
     distributions: Sequence[Distribution | None] | None,
     position: int,
     soft_labels: bool,
+    cut_off: tuple[int, Distribution | None] | None,
 ) -> Verdict:
     labels: list[float] = []
     accepted = 0
     while True:
         drafted = drafts[:accepted]
         if accepted == len(drafts):
-            token_id = sampler.sample(logits[accepted], position=position + accepted, drafted=drafted)
+            if cut_off is None:
+                token_id = sampler.sample(logits[accepted], position=position + accepted, drafted=drafted)
+                break
+            p = sampler.distribution(logits[accepted], drafted=drafted)
+            labels.append(_label(p, *cut_off))
+            token_id = sampler.draw(p, position=position + accepted, purpose=Purpose.SAMPLE)
             break
         p = sampler.distribution(logits[accepted], drafted=drafted)
         if soft_labels:
-            labels.append(rejection_acceptance(p, _draft_distribution(distributions, accepted, drafts)))
+            q = None if distributions is None else distributions[accepted]
+            labels.append(_label(p, drafts[accepted], q))
         token_id = rejection_step(
             p,
             None if distributions is None else distributions[accepted],
@@ -201,6 +214,11 @@ def _verify_rejection(
             break
         accepted += 1
     return Verdict(accepted, (*drafted, token_id), tuple(labels) if soft_labels else None)
+
+
+def _label(p: Distribution, draft: int, q: Distribution | None) -> float:
+    """Return the acceptance of a draft from q; of a one-hot one, p of the token."""
+    return p.prob(draft) if q is None else rejection_acceptance(p, q)
 
 
 def _draft_distribution(
