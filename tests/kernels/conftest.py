@@ -8,6 +8,10 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from support import fast_interpreter
+
+fast_interpreter.install()
+
 # The interpreter of 3.6 turns one-element arrays into loop bounds, which numpy 1.25 and later grumble about.
 _INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning:triton.runtime.interpreter"
 

@@ -12,6 +12,7 @@ __all__ = [
     "CHAIN",
     "FULL",
     "SPLIT_LEN",
+    "SWEEP",
     "TREE",
     "Variant",
     "attention",
@@ -20,6 +21,8 @@ __all__ = [
     "merge_splits",
     "next_power_of_2",
     "num_splits",
+    "row_limits",
+    "walk",
     "write_rows",
 ]
 
@@ -28,6 +31,7 @@ CHAIN, TREE, FULL = 0, 1, 2  # what a row sees of its own sequence's rows
 SPLIT_LEN = 512  # context rows of one piece; fixed, so that the pieces do not depend on the batch
 _SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
 _WIDEST_TILE = 64
+SWEEP = 1024  # entries of a row of logits that a program looks at together
 
 Constant = int | float | bool | str
 
@@ -158,3 +162,21 @@ def write_rows(*, num_kv_heads: int, head_dim: int, dtype: str, input_dtype: str
         {"NUM_KV_HEADS": num_kv_heads, "DIM": head_dim, "BLOCK_D": block, "BLOCK_ROWS": 16, "ROPE": rope},
         dtypes={"io": dtype, "input": input_dtype},
     )
+
+
+def row_limits(*, dtype: str) -> Variant:
+    """Return the form of `row_limits_kernel`; grid (T,)."""
+    return Variant("row_limits_kernel", {"BLOCK": SWEEP}, num_warps=8, dtypes={"io": dtype})
+
+
+def walk(*, dtype: str, tree: bool, probs: bool, mapped: bool) -> Variant:
+    """Return the form of `walk_kernel`; grid (R,).
+
+    Arguments:
+        dtype: of the logits.
+        tree: whether parents are given.
+        probs: whether drafts have distributions.
+        mapped: whether those are over a reduced vocabulary.
+    """
+    constants: dict[str, Constant] = {"TREE": tree, "PROBS": probs, "MAPPED": mapped, "BLOCK": SWEEP}
+    return Variant("walk_kernel", {**constants, "BLOCK_CHILDREN": 32}, num_warps=8, dtypes={"io": dtype})

@@ -98,3 +98,42 @@ def _(
         positions.new_empty((num_sequences, max_depth), dtype=torch.int32),
         positions.new_empty((num_sequences,), dtype=torch.int32),
     )
+
+
+@verify.register_kernel("cuda")
+def _(
+    logits: Tensor,
+    tokens: Tensor,
+    query_start: Tensor,
+    parents: Tensor | None,
+    draft_probs: Tensor | None,
+    prob_rows: Tensor | None,
+    target_to_draft: Tensor | None,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    coupled: Tensor,
+    max_depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from dspark_plugins.ops.launchers.verify import launch_verify  # the Triton language, where there is a GPU
+
+    return launch_verify(
+        logits,
+        tokens,
+        query_start,
+        parents,
+        draft_probs,
+        prob_rows,
+        target_to_draft,
+        positions,
+        seeds,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        coupled,
+        max_depth,
+    )

@@ -65,15 +65,15 @@ def verify(
         if stop == start:
             continue
         num_rows = stop - start
-        tree = _Tree(
+        tree = Tree(
             tokens[start:stop].tolist(),
             [-1, *range(num_rows - 1)] if parents is None else parents[start:stop].tolist(),
         )
-        rows = _Rows(logits[start:stop], temperature[i], top_k[i], top_p[i], min_p[i])
-        noise = _Noise(seeds[i : i + 1], int(positions[i]))
+        rows = Rows(logits[start:stop], temperature[i], top_k[i], top_p[i], min_p[i])
+        noise = Noise(seeds[i : i + 1], int(positions[i]))
         if float(temperature[i]) > 0 and not bool(coupled[i]):
-            q = _Drafted(draft_probs, prob_rows, target_to_draft, start, tree.tokens, logits.shape[1])
-            nodes, added = _walk_rejection(tree, rows, q, noise, max_depth)
+            q = Drafted(draft_probs, prob_rows, target_to_draft, start, tree.tokens, logits.shape[1])
+            nodes, added = walk_rejection(tree, rows, q, noise, max_depth)
         else:
             nodes, added = _walk_drawn(tree, rows, noise, max_depth, coupled=bool(coupled[i]))
         accepted[i], next_token[i] = len(nodes), added
@@ -82,7 +82,7 @@ def verify(
     return VerifyOutput(accepted.to(device), path.to(device), next_token.to(device))
 
 
-class _Tree:
+class Tree:
     def __init__(self, tokens: list[int], parents: list[int]) -> None:
         self.tokens, self.parents = tokens, parents
 
@@ -90,7 +90,7 @@ class _Tree:
         return [row for row in range(node + 1, len(self.parents)) if self.parents[row] == node]
 
 
-class _Rows:
+class Rows:
     """The target's rows of one sequence, transformed when asked for."""
 
     def __init__(
@@ -105,7 +105,7 @@ class _Rows:
         return log_weights if bool(finite[0]) else None
 
 
-class _Noise:
+class Noise:
     """Random numbers of one sequence; `depth` counts from the first drafted position."""
 
     def __init__(self, seed: Tensor, position: int) -> None:
@@ -118,7 +118,7 @@ class _Noise:
         return uniform(self.seed, self.position(depth), purpose, lane)
 
 
-class _Drafted:
+class Drafted:
     """What drafts were drawn from."""
 
     def __init__(
@@ -147,7 +147,7 @@ class _Drafted:
 
 
 def _walk_drawn(
-    tree: _Tree, rows: _Rows, noise: _Noise, max_depth: int, *, coupled: bool
+    tree: Tree, rows: Rows, noise: Noise, max_depth: int, *, coupled: bool
 ) -> tuple[list[int], int]:
     """Follow the tokens that the target draws; return the path and the first of them that no child is."""
     nodes: list[int] = []
@@ -164,8 +164,8 @@ def _walk_drawn(
         nodes.append(node)
 
 
-def _walk_rejection(
-    tree: _Tree, rows: _Rows, drafted: _Drafted, noise: _Noise, max_depth: int
+def walk_rejection(
+    tree: Tree, rows: Rows, drafted: Drafted, noise: Noise, max_depth: int
 ) -> tuple[list[int], int]:
     nodes: list[int] = []
     node = 0
@@ -194,7 +194,7 @@ def _walk_rejection(
         nodes.append(node)
 
 
-def _drawn(log_weights: Tensor, noise: _Noise, depth: int, *, coupled: bool) -> int:
+def _drawn(log_weights: Tensor, noise: Noise, depth: int, *, coupled: bool) -> int:
     entries = torch.arange(log_weights.shape[1], device=log_weights.device)
     flag = torch.tensor([coupled], device=log_weights.device)
     return int(
