@@ -1,4 +1,4 @@
-"""`dspark-client`: generate, chat and demo against a running server."""
+"""`dspark-client`: generate, chat, demo and load against a running server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pathlib import Path
 from dspark_client.chat import chat
 from dspark_client.connection import Connection, Message, RequestFailedError, ServerUnavailableError
 from dspark_client.demo import demo
+from dspark_client.load import PROMPTS, load_test
+from dspark_client.load_plan import parse_loads, parse_modes
+from dspark_client.perf_analyzer import LoadFailedError
 from dspark_client.terminal import remark, show_stream, summary
 
 __all__ = ["main"]
@@ -76,6 +79,30 @@ def _demo(connection: Connection, args: argparse.Namespace) -> int:
     return demo(connection, out=args.out, rounds=args.rounds, max_tokens=args.max_tokens)
 
 
+def _load(connection: Connection, args: argparse.Namespace) -> int:
+    try:
+        modes = parse_modes(args.mode or ["plain", "scheduled"], connection.url)
+        return load_test(
+            modes,
+            parse_loads(
+                concurrencies=args.concurrency,
+                rates=args.rate,
+                bursts=args.burst,
+                requests_per_user=args.requests_per_user,
+            ),
+            model=args.model,
+            prompts=PROMPTS if args.prompts is None else args.prompts.read_text().splitlines(),
+            max_tokens=args.max_tokens,
+            rounds=args.rounds,
+            out=args.out,
+            timeout_s=args.timeout,
+            say=remark,
+        )
+    except (LoadFailedError, ValueError, OSError) as error:
+        print(f"dspark-client: {error}", file=sys.stderr)
+        return 2
+
+
 def _sampling(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name) for name in _SAMPLING}
 
@@ -111,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.set_defaults(run=_demo)
 
-    for command in (generate, talk, show):
+    load = commands.add_parser("load", help="throughput and latency under load, with perf_analyzer")
+    _add_load(load)
+    load.set_defaults(run=_load)
+
+    for command in (generate, talk, show, load):
         command.add_argument(
             "--url",
             default=os.environ.get("DSPARK_URL", "127.0.0.1:8001"),
@@ -126,6 +157,71 @@ def _parser() -> argparse.ArgumentParser:
             help="longest answer (default: %(default)g)",
         )
     return parser
+
+
+def _add_load(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Measures modes under loads, all of them in turn, and prints the medians. Example: dspark-client load "
+        "--concurrency 1 4 16 --rate 2 --burst 8:3 --mode plain scheduled fixed=127.0.0.1:8011"
+    )
+    command.add_argument(
+        "--mode",
+        nargs="+",
+        metavar="MODE",
+        help="plain (no drafts), scheduled (the server's policy), NAME=HOST:PORT (a server of its own); "
+        "default: plain scheduled",
+    )
+    command.add_argument(
+        "--concurrency",
+        type=_at_least_one,
+        nargs="*",
+        default=[1, 4],
+        metavar="N",
+        help="users who each wait for their answer (default: 1 4)",
+    )
+    command.add_argument(
+        "--rate", type=float, nargs="*", default=[], metavar="R", help="requests per second, Poisson"
+    )
+    command.add_argument(
+        "--burst",
+        type=_burst,
+        nargs="*",
+        default=[],
+        metavar="N:SECONDS",
+        help="N requests at once, every so many seconds",
+    )
+    command.add_argument(
+        "--requests-per-user",
+        type=_at_least_one,
+        default=4,
+        metavar="N",
+        help="default: %(default)s, at least 8 in all",
+    )
+    command.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="one prompt per line (default: a mix of our own)"
+    )
+    command.add_argument(
+        "--max-tokens", type=_at_least_one, default=64, metavar="N", help="default: %(default)s"
+    )
+    command.add_argument("--rounds", type=_at_least_one, default=3, metavar="N", help="default: %(default)s")
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/load.json"),
+        metavar="FILE",
+        help="figures; the picture lies beside them (default: %(default)s)",
+    )
+
+
+def _burst(text: str) -> tuple[int, float]:
+    size, _, gap = text.partition(":")
+    try:
+        burst = int(size), float(gap)
+    except ValueError:
+        burst = (0, 0.0)
+    if burst[0] < 1 or not 0.0 < burst[1] < 3600.0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is N:SECONDS, such as 8:3")
+    return burst
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
