@@ -31,6 +31,8 @@ __all__ = ["TorchTarget"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+_HEAD_BLOCK = 512  # rows of a tied table that are multiplied at a time
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -88,8 +90,7 @@ class TorchTarget:
         with torch.inference_mode():
             self._layers = [self._load_layer(i) for i in range(num_layers)]
             self._norm = self._vector("norm.weight")
-            self._embedding = self._matrix("embed_tokens.weight")
-            self._head = self._load_head()
+            self._embedding, self._head = self._load_ends()
 
     # Loading
 
@@ -120,23 +121,23 @@ class TorchTarget:
             down=_linear(self._matrix(f"{mlp}down_proj.weight")),
         )
 
-    def _load_head(self) -> Linear:
-        """Return the LM head, float32 [M, d] -> float32 [M, V].
+    def _load_ends(self) -> tuple[torch.Tensor, Linear]:
+        """Return the embedding [V, d] and the LM head, float32 [M, d] -> float32 [M, V]; a tied table is held once.
 
         Logits rounded to 8 bits would tie by the dozen. CUDA multiplies in the compute dtype and keeps the
-        float32 sums; the CPU has no such call, so there the head is float32.
+        float32 sums; the CPU has no such call, so there the head is float32, and a tied embedding with it.
         """
-        name = self._head_name
-        if self._device.type == "cuda":
-            matrix = self._embedding if name == "embed_tokens.weight" else self._matrix(name)
-            if self._dtype == torch.float32:
-                return lambda x: F.linear(x, matrix)
-            return lambda x: torch.mm(x.to(self._dtype), matrix.t(), out_dtype=torch.float32)
-        return _linear(torch.from_numpy(self._weights.float32(name)))
-
-    @property
-    def _head_name(self) -> str:
-        return "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        tied, on_cpu = self.config.tie_word_embeddings, self._device.type == "cpu"
+        if tied and on_cpu:
+            table = self._vector("embed_tokens.weight")
+            return table, _plain_head(table)
+        embedding = self._matrix("embed_tokens.weight")
+        if on_cpu:
+            return embedding, _linear(self._vector("lm_head.weight"))
+        matrix = embedding if tied else self._matrix("lm_head.weight")
+        if self._dtype == torch.float32:
+            return embedding, lambda x: F.linear(x, matrix)
+        return embedding, lambda x: torch.mm(x.to(self._dtype), matrix.t(), out_dtype=torch.float32)
 
     def embedding_and_head(self) -> tuple[Float32, Float32]:
         embedding = self._weights.float32("embed_tokens.weight")
@@ -192,7 +193,8 @@ class TorchTarget:
         )
         cos, sin = rope_tables(self._to_device(batch.positions), self._frequencies, self._rope_factor)
         slots = self._to_device(batch.slots).long()
-        hidden = F.embedding(self._to_device(batch.tokens), self._embedding).float()  # [T, d]
+        embedded = F.embedding(self._to_device(batch.tokens), self._embedding)
+        hidden = embedded.to(self._dtype).float()  # [T, d]
         taken = {-1: hidden.clone()} if -1 in self.feature_layer_ids else {}
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
             hidden += self._attention(
@@ -261,6 +263,27 @@ def _linear(weight: torch.Tensor) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: multiply(x, packed, None, "none", [], "")
+
+
+def _plain_head(table: torch.Tensor) -> Linear:
+    """Return x [M, d] -> x @ table.T [M, V] over a table [V, d] that stays as it is, so that rows can be looked up.
+
+    One product over all of V would first copy the table into a layout of its own; products over blocks that fit
+    into the cache do not, and take about as long as with a table that was laid out before.
+    """
+    vocab_size, width = table.shape
+    num_blocks = vocab_size // _HEAD_BLOCK
+    blocks = table[: num_blocks * _HEAD_BLOCK].view(num_blocks, _HEAD_BLOCK, width)
+    rest = table[num_blocks * _HEAD_BLOCK :]
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if not num_blocks:
+            return F.linear(x, rest)
+        columns = x.t().expand(num_blocks, width, len(x))
+        whole = torch.bmm(blocks, columns).permute(2, 0, 1).reshape(len(x), -1)  # [M, num_blocks * block]
+        return torch.cat((whole, F.linear(x, rest)), dim=1) if len(rest) else whole
+
+    return multiply
 
 
 def _prepacks(weight: torch.Tensor) -> bool:
