@@ -12,14 +12,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
 
 from dspark.errors import ConfigError, DSparkError
+from dspark.serving.dashboard import Dashboard
 from dspark.serving.gateway_process import GatewayProcess
 from dspark.serving.options import add_serve_arguments, checked_settings, server_options
 from dspark.serving.process import ServerProcess, choose_ports
 from dspark.serving.supervisor import Child, Supervisor
 
 __all__ = ["add_serve_arguments", "run_serve"]
+
+_DASHBOARD_PORT: Final = 8003
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -31,6 +35,7 @@ def run_serve(args: argparse.Namespace) -> int:
         _say(f"error: {error}")
         return 2
     gateway: GatewayProcess | None = None
+    dashboard: Dashboard | None = None
     try:
         with stop.installed():
             server.start()
@@ -39,7 +44,8 @@ def run_serve(args: argparse.Namespace) -> int:
                 server.wait_ready()
                 if gateway is not None:
                     gateway.start()
-            _announce(server, gateway)
+            dashboard = _dashboard(args, server)
+            _announce(server, gateway, dashboard)
             if args.run is not None:
                 return _run_command(args.run, server, gateway, stop)
             children: list[Child] = [server] if gateway is None else [server, gateway]
@@ -52,6 +58,8 @@ def run_serve(args: argparse.Namespace) -> int:
         _say(f"error: {error}; the log: {server.log_path}")
         return 2 if isinstance(error, ConfigError) else 1
     finally:
+        if dashboard is not None:
+            dashboard.close()
         if gateway is not None:
             gateway.stop(drain=False)
         server.stop(drain_timeout_s=0.0)
@@ -116,6 +124,26 @@ class _StopSignals:
             self._interrupts = False
 
 
+def _dashboard(args: argparse.Namespace, server: ServerProcess) -> Dashboard | None:
+    """Return the live page, served.
+
+    Raises:
+        ConfigError: the port that was asked for cannot be used.
+    """
+    if args.no_dashboard:
+        return None
+    wanted = (_DASHBOARD_PORT, 0) if args.dashboard_port is None else (args.dashboard_port,)
+    for port in wanted:
+        try:
+            return Dashboard(host=args.host, port=port, metrics_url=server.metrics_url)
+        except (OSError, OverflowError) as error:
+            reason = error
+    raise ConfigError(
+        f"dashboard-port: got {wanted[-1]} on {args.host}, which cannot be used ({reason}); allowed is a free port, "
+        "or 0 to let one be chosen"
+    )
+
+
 def _supervise(supervisor: Supervisor, stop: _StopSignals) -> None:
     """Keep everything serving until a signal comes.
 
@@ -158,9 +186,11 @@ def _stop(server: ServerProcess, gateway: GatewayProcess | None, stop: _StopSign
     return 0
 
 
-def _announce(server: ServerProcess, gateway: GatewayProcess | None) -> None:
+def _announce(server: ServerProcess, gateway: GatewayProcess | None, dashboard: Dashboard | None) -> None:
     openai = "" if gateway is None else f", openai {gateway.url}"
     _say(f"ready: grpc {server.grpc_url}, http {server.http_url}, metrics {server.metrics_url}{openai}")
+    if dashboard is not None:
+        _say(f"live page: {dashboard.url}")
     _say(f'try: dspark-client generate --url {server.grpc_url} "Once upon a time"')
 
 

@@ -69,6 +69,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what OpenAI's clients call the model (default: %(default)s)",
     )
+    server.add_argument(
+        "--dashboard-port",
+        type=int,
+        metavar="PORT",
+        help="a page that shows the metrics live (default: 8003, or a free one where that is taken)",
+    )
+    server.add_argument("--no-dashboard", action="store_true", help="no such page")
     server.add_argument("--model-repository", type=Path, metavar="DIR", help="default: the clone's")
     server.add_argument(
         "--log-file", type=Path, metavar="FILE", help="the server's log (default: .dspark/logs/)"
