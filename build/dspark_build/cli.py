@@ -56,6 +56,12 @@ COMMANDS = (
         "dspark-build eval --target model.gguf --drafter out/run/drafter "
         "--prompts clients/prompts/eval.jsonl",
     ),
+    _Command(
+        "profile",
+        "dspark_build.profile",
+        "measure what a step costs on this machine",
+        "dspark-build profile --target model.gguf --drafter out/run/drafter --out capacity.json",
+    ),
 )
 
 

@@ -204,7 +204,7 @@ def _manifest_of(folder: Path, checkpoint: TargetCheckpoint) -> DataManifest:
 
 def _feature_target(checkpoint: TargetCheckpoint, layers: tuple[int, ...], args: argparse.Namespace):  # type: ignore[no-untyped-def]
     from dspark.config import ServeConfig
-    from dspark.runtime import choose_executor, make_target
+    from dspark.executors.loading import choose_executor, make_target
 
     serve = ServeConfig(
         target=args.target, dtype=args.dtype, executor=args.executor, num_threads=args.threads

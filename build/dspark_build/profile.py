@@ -7,24 +7,20 @@ progress and draws the curve.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
+from dspark.capacity import fingerprint_of, measure_pair
 from dspark.config import ServeConfig
-from dspark.drafters.interface import Drafter
 from dspark.drafters.loading import load_drafter, peek_drafter
 from dspark.errors import ConfigError
-from dspark.executors.interface import TargetExecutor
+from dspark.executors.loading import choose_executor, make_target
 from dspark.models.loading import load_target
-from dspark.runtime import choose_executor, make_target, resolve_drafter
-from dspark.scheduling.cost_model import CapacityFile, CostCurve, Fingerprint
-from dspark.scheduling.machine import machine_name
-from dspark.scheduling.measurement import Bench, measure_curve, pages_needed
+from dspark.scheduling.cost_model import CapacityFile, CostCurve
+from dspark.scheduling.measurement import pages_needed
 
-from dspark_build.calibrate import drafter_hash
 from dspark_build.progress import ProgressLine, say
 
-__all__ = ["add_profile_arguments", "fingerprint_of", "profile_pair", "run_profile"]
+__all__ = ["add_profile_arguments", "run_profile"]
 
 _PAGE_SIZE = 16
 
@@ -62,30 +58,35 @@ def run_profile(args: argparse.Namespace) -> int:
         num_threads=args.threads,
     )
     checkpoint = load_target(config.target)
-    spec = resolve_drafter(config.drafter, base=None)
-    layer_ids, block_size = peek_drafter(spec, checkpoint.config)[:2]
+    layer_ids, block_size = peek_drafter(args.drafter, checkpoint.config)[:2]
     executor = choose_executor(config.executor)
     target = make_target(
         checkpoint, executor=executor, dtype=config.dtype, layer_ids=layer_ids, config=config
     )
     drafter = load_drafter(
-        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
+        args.drafter, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
     )
     most = args.max_tokens or args.max_batch * (1 + block_size)
     say(f"target {args.target} on {target.name}, {target.dtype}; drafter {drafter.name}; up to {most} rows")
+    num_pages = pages_needed(max_target_tokens=most, page_size=_PAGE_SIZE)
+    for part in (target, drafter):
+        part.allocate_cache(num_pages=num_pages, page_size=_PAGE_SIZE)
     line = ProgressLine()
-    curve = profile_pair(
+    curve = measure_pair(
         target,
         drafter,
+        num_pages=num_pages,
+        page_size=_PAGE_SIZE,
+        max_batch_size=args.max_batch,
+        max_context_len=checkpoint.config.max_context_len,
         max_target_tokens=most,
-        max_blocks=args.max_batch,
         seconds=args.seconds,
-        progress=lambda share, text: line.show(share, text),
+        progress=line.show,
     )
     line.close()
-    hashed = drafter_hash(Path(spec)) if Path(spec).is_dir() else spec
-    capacity = CapacityFile(fingerprint=fingerprint_of(target, drafter=hashed), curve=curve)
-    capacity.save(args.out)
+    fingerprint = fingerprint_of(target, drafter=args.drafter, num_threads=args.threads)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    CapacityFile(fingerprint=fingerprint, curve=curve).save(args.out)
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         if size in curve.target_tokens:
             at = curve.target_tokens.index(size)
@@ -97,46 +98,6 @@ def run_profile(args: argparse.Namespace) -> int:
     pictures = _draw(curve, args.out.with_suffix(".png"))
     say("wrote " + ", ".join(str(path) for path in (args.out, *pictures)))
     return 0
-
-
-def profile_pair(
-    target: TargetExecutor,
-    drafter: Drafter,
-    *,
-    max_target_tokens: int,
-    max_blocks: int,
-    seconds: float,
-    progress: object = None,
-) -> CostCurve:
-    """Allocate caches for a pair that has none yet, and measure it. Arguments as `measure_curve`."""
-    num_pages = pages_needed(max_target_tokens=max_target_tokens, page_size=_PAGE_SIZE)
-    target.allocate_cache(num_pages=num_pages, page_size=_PAGE_SIZE)
-    drafter.allocate_cache(num_pages=num_pages, page_size=_PAGE_SIZE)
-    return measure_curve(
-        Bench(target=target, drafter=drafter, page_size=_PAGE_SIZE),
-        max_target_tokens=max_target_tokens,
-        max_blocks=max_blocks,
-        budget_s=seconds,
-        clock=time.perf_counter,
-        progress=progress if callable(progress) else (lambda _share, _text: None),
-        max_context_len=target.config.max_context_len,
-    )
-
-
-def fingerprint_of(target: TargetExecutor, *, drafter: str) -> Fingerprint:
-    """Return what a curve of this executor holds for.
-
-    Arguments:
-        drafter: hash of the drafter's folder, or its name.
-    """
-    return Fingerprint(
-        machine=machine_name(),
-        executor=target.name,
-        dtype=target.dtype,
-        num_threads=int(getattr(target, "num_threads", 0)),
-        target_hash=target.config.model_hash,
-        drafter=drafter,
-    )
 
 
 def _draw(curve: CostCurve, path: Path) -> list[Path]:

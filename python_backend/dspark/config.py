@@ -28,7 +28,13 @@ class ServeConfig:
 
     target: Hugging Face folder, `.gguf` file, or hub name.
     drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
-    policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, ...
+    policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
+    capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
+        is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).
+    calibration: temperatures of the confidences: a file of `dspark-build calibrate`, `auto` (calibration.json in
+        the drafter's folder, where there is one), or `none`.
+    learned_calibration: what was learnt while serving, read at the start and written at the end: a file, `auto`
+        (in the state folder, one for each drafter), or `none` (learn anew every time).
     rule: how sampled drafts are judged: `rejection`, `coupled`, or `auto` (coupled for requests that name a seed).
     max_context_len: 0 = the model's own.
     max_step_tokens: prompt tokens computed in one step beside the decoding rows.
@@ -41,6 +47,9 @@ class ServeConfig:
     executor: str = "auto"
     policy: str = "auto"
     rule: Rule = "auto"
+    capacity: str = "auto"
+    calibration: str = "auto"
+    learned_calibration: str = "none"
     max_batch_size: int = 64
     max_context_len: int = 0
     max_step_tokens: int = 256
@@ -108,6 +117,9 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "executor": _one_of(*EXECUTORS),
     "policy": _text,
     "rule": _one_of(*RULES),
+    "capacity": _text,
+    "calibration": _text,
+    "learned_calibration": _text,
     "max_batch_size": _whole(1, 4096),
     "max_context_len": _whole(0, 1 << 24),
     "max_step_tokens": _whole(1, 1 << 20),

@@ -130,6 +130,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafts verified per step: auto, none, fixed:K, threshold:P, prefix, lagged (default: %(default)s)",
     )
     parser.add_argument(
+        "--capacity",
+        default="auto",
+        metavar="FILE|auto|none",
+        help="what a step costs here: a file of `dspark-build profile`; auto measures once, in seconds, and keeps it; "
+        "none learns while running (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="default: bfloat16 where the CPU has it"
     )
     parser.add_argument("--executor", choices=EXECUTORS, default="auto")
@@ -150,6 +157,7 @@ def run_generate(args: argparse.Namespace) -> int:
             "dtype": args.dtype,
             "executor": args.executor,
             "policy": args.policy,
+            "capacity": args.capacity,
             "max_batch_size": args.max_batch,
             "cache_bytes": args.cache_bytes,
             "num_threads": args.threads,

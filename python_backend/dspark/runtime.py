@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from dspark.calibration.files import load_calibrator, save_calibrator
+from dspark.calibration.online import OnlineCalibrator
+from dspark.capacity import starting_curve
 from dspark.config import ServeConfig
+from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
-from dspark.drafters.loading import load_drafter, peek_drafter
+from dspark.drafters.loading import DrafterOutline, load_drafter, peek_drafter
 from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.engine.thread import EngineThread
 from dspark.errors import ConfigError
 from dspark.executors.interface import TargetExecutor
+from dspark.executors.loading import choose_executor, make_target
 from dspark.models.config import TargetConfig
-from dspark.models.loading import TargetCheckpoint, load_target
+from dspark.models.loading import load_target
 from dspark.models.tokenizer import Tokenizer
+from dspark.scheduling.cost_model import CostModel
+from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import Scheduler, make_scheduler
+from dspark.serving.paths import state_dir
 
-__all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter"]
+__all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter", "save_learned_calibration"]
 
 Progress = Callable[[str], None]
 
@@ -45,13 +52,17 @@ def load_runtime(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     """Load everything and start the engine thread.
 
     Arguments:
-        base: folder in which `drafter: auto` looks for a trained drafter.
+        base: folder of model.yaml, in which `auto` looks for a trained drafter and a cost curve.
 
     Raises:
         ConfigError, CheckpointError: naming what cannot be used.
     """
     engine = build_engine(config, progress=progress, base=base)
-    thread = EngineThread(engine, max_queue_size=config.max_queue_size)
+    thread = EngineThread(
+        engine,
+        max_queue_size=config.max_queue_size,
+        at_end=lambda: save_learned_calibration(config, engine, base=base),
+    )
     thread.start()
     return Runtime(
         engine=thread,
@@ -79,15 +90,25 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
     )
     progress(f"drafter {drafter.name}, block {outline.block_size}")
-    scheduler = make_scheduler(
-        config.policy, block_size=outline.block_size, has_confidence=outline.has_confidence
-    )
     limits = engine_limits(config, target, drafter)
+    for part in (target, drafter):
+        part.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
     progress(f"cache {limits.num_pages * limits.page_size} tokens in pages of {limits.page_size}")
+    curve = None
+    if outline.block_size and parse_policy(config.policy, block_size=outline.block_size).needs_cost:
+        curve = starting_curve(
+            config, target, drafter, spec=spec, limits=limits, base=base, progress=progress
+        )
     return Engine(
         target=target,
         drafter=drafter,
-        scheduler=scheduler,
+        scheduler=make_scheduler(
+            config.policy,
+            block_size=outline.block_size,
+            has_confidence=outline.has_confidence,
+            cost_model=None if curve is None else CostModel(curve),
+            calibrator=_calibrator(config, spec, outline, target_hash=target.config.model_hash),
+        ),
         limits=limits,
         tokenizer=checkpoint.tokenizer,
         rule=config.rule,
@@ -103,55 +124,50 @@ def resolve_drafter(spec: str, *, base: Path | None) -> str:
     return "ngram"
 
 
-def choose_executor(name: str) -> Literal["native", "torch"]:
-    """Return the executor that runs here; `auto` takes native where it can.
+def _calibrator(
+    config: ServeConfig, spec: str, outline: DrafterOutline, *, target_hash: str
+) -> OnlineCalibrator | None:
+    """Return the calibrator of a drafter with confidences, started from the files that the settings name."""
+    if not outline.has_confidence:
+        return None
+    offline: Path | None = None
+    if config.calibration == "auto":
+        offline = Path(spec) / "calibration.json"
+    elif config.calibration != "none":
+        offline = Path(config.calibration).expanduser()
+        if not offline.is_file():
+            raise ConfigError(f"calibration: got {config.calibration!r}, allowed is a file, auto or none")
+    return load_calibrator(
+        offline,
+        _learned_path(config, spec),
+        block_size=outline.block_size,
+        drafter_hash=drafter_identity(spec),
+        target_hash=target_hash,
+    )
+
+
+def _learned_path(config: ServeConfig, spec: str) -> Path | None:
+    if config.learned_calibration == "none":
+        return None
+    if config.learned_calibration == "auto":
+        return state_dir() / "calibration" / f"{drafter_identity(spec)[:24]}.json"
+    return Path(config.learned_calibration).expanduser()
+
+
+def save_learned_calibration(config: ServeConfig, engine: Engine, *, base: Path | None) -> Path | None:
+    """Write what the calibrator has learnt, where the settings ask for it; return the file.
+
+    Nobody may run the engine meanwhile.
 
     Raises:
-        ConfigError: native was asked for and cannot run; says why.
+        OSError: it cannot be written.
     """
-    if name == "torch":
-        return "torch"
-    from dspark_plugins.native import native_available, native_unavailable_reason
-
-    if native_available():
-        return "native"
-    if name == "native":
-        raise ConfigError(f"executor: got 'native', which cannot run here: {native_unavailable_reason()}")
-    return "torch"
-
-
-def make_target(
-    checkpoint: TargetCheckpoint,
-    *,
-    executor: Literal["native", "torch"],
-    dtype: str,
-    layer_ids: tuple[int, ...],
-    config: ServeConfig,
-) -> TargetExecutor:
-    """Load the target's weights into an executor. Raises ConfigError for a dtype the executor has not."""
-    threads = config.num_threads or None
-    if executor == "native":
-        from dspark_plugins.native import preferred_dtype
-
-        from dspark.executors.native_target import NativeTarget
-
-        return NativeTarget(
-            checkpoint.config,
-            checkpoint.weights,
-            dtype=preferred_dtype() if dtype == "auto" else dtype,
-            feature_layer_ids=layer_ids,
-            num_threads=threads,
-        )
-    from dspark.executors.dtype import auto_dtype
-    from dspark.executors.torch_target import TorchTarget
-
-    return TorchTarget(
-        checkpoint.config,
-        checkpoint.weights,
-        dtype=auto_dtype() if dtype == "auto" else dtype,
-        feature_layer_ids=layer_ids,
-        num_threads=threads,
-    )
+    spec = resolve_drafter(config.drafter, base=base)
+    path, calibrator = _learned_path(config, spec), engine.scheduler.calibrator
+    if path is None or not isinstance(calibrator, OnlineCalibrator):
+        return None
+    save_calibrator(path, calibrator, drafter_hash=drafter_identity(spec))
+    return path
 
 
 def engine_limits(config: ServeConfig, target: TargetExecutor, drafter: Drafter) -> EngineLimits:

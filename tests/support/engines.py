@@ -21,6 +21,7 @@ def make_engine(
         "executor": "torch",
         "num_threads": 1,
         "cache_bytes": 1 << 22,
+        "capacity": "none",
     }
     return build_engine(
         ServeConfig(target=str(target), drafter=str(drafter), policy=policy, **{**values, **settings})  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ def load_calibrator(
 
 def save_calibrator(path: Path, calibrator: OnlineCalibrator, *, drafter_hash: str) -> None:
     """Write what was learnt; the file is complete or not there at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(calibrator.state(made_for=drafter_hash)), encoding="utf-8")
     partial.replace(path)

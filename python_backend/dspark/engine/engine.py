@@ -41,7 +41,7 @@ class Engine:
     """Runs requests to their end, many at a time.
 
     Arguments:
-        target: executor whose cache is not yet allocated; the engine allocates it.
+        target: executor; its cache of `limits.num_pages` pages is allocated and the engine's alone.
         drafter: likewise.
         scheduler: decides how many drafts are made and verified.
         tokenizer: None serves token ids only.
@@ -68,8 +68,6 @@ class Engine:
         self._batcher = Batcher(
             self._pool, max_batch_size=limits.max_batch_size, max_step_tokens=limits.max_step_tokens
         )
-        target.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
-        drafter.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
         self._stats = EngineStats(pages_total=limits.num_pages)
         self._drafts = DraftStage(
             drafter,

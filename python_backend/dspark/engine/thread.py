@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from dspark.engine.engine import Engine
@@ -27,10 +28,14 @@ class EngineThread:
     Arguments:
         engine: given away to this thread; nobody else may touch it.
         max_queue_size: requests that may wait; one more is refused at once.
+        at_end: called in the thread when it ends as asked, after the last step.
     """
 
-    def __init__(self, engine: Engine, *, max_queue_size: int = 1024) -> None:
+    def __init__(
+        self, engine: Engine, *, max_queue_size: int = 1024, at_end: Callable[[], object] | None = None
+    ) -> None:
         self._engine = engine
+        self._at_end = at_end
         self._max_queue_size = max_queue_size
         self._wake = threading.Condition()
         self._inbox: deque[tuple[int, Request]] = deque()
@@ -133,6 +138,11 @@ class EngineThread:
         finally:
             reason = "the engine was stopped" if self._death is None else f"the engine died: {self._death!r}"
             self._fail_open(EngineError(reason))
+        if self._at_end is not None and self._death is None:
+            try:
+                self._at_end()
+            except Exception:
+                log.exception("what was learnt could not be kept")
 
     def _take_in(self) -> bool:
         """Wait for work, take it in; return False when the thread shall end."""

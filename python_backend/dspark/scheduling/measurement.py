@@ -33,6 +33,7 @@ _LONG = 1024  # cached tokens of the passes that tell what context costs
 _LONG_ROWS = 8
 _CLIFF = 0.08  # relative jump between neighbouring sizes, beyond what their mean slope explains
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 40
+_QUICK_ROUNDS = 3
 
 
 def sizes_to_measure(most: int) -> list[int]:
@@ -43,14 +44,20 @@ def sizes_to_measure(most: int) -> list[int]:
     return sorted({size for size in sizes if size <= most} | {most})
 
 
-def pages_needed(*, max_target_tokens: int, page_size: int) -> int:
+def _doubling(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and the largest, then what lies half way between them."""
+    doubled = [size for size in (1 << shift for shift in range(14)) if size < most] + [most]
+    return doubled + [low + low // 2 for low, high in pairwise(doubled) if low < low + low // 2 < high]
+
+
+def pages_needed(*, max_target_tokens: int, page_size: int, long_context: int = _LONG) -> int:
     """Return the pages of the cache that measuring writes to."""
     num_sequences = -(-max_target_tokens // _ROWS_PER_SEQUENCE)
-    return _shared_pages(page_size) + num_sequences * _pages_of_rows(page_size)
+    return _shared_pages(page_size, long_context) + num_sequences * _pages_of_rows(page_size)
 
 
-def _shared_pages(page_size: int) -> int:
-    return -(-_LONG // page_size)
+def _shared_pages(page_size: int, long_context: int) -> int:
+    return -(-max(long_context, _CONTEXT) // page_size)
 
 
 def _pages_of_rows(page_size: int) -> int:
@@ -64,6 +71,7 @@ class Bench:
     target: TargetExecutor
     drafter: Drafter
     page_size: int
+    long_context: int = _LONG  # cached tokens of the passes that tell what context costs
     context_len: int = 0
 
     def fill(self, context_len: int) -> None:
@@ -119,7 +127,7 @@ class Bench:
         return [(7919 * i + 11) % self.target.config.vocab_size for i in range(count)]
 
     def _own_pages(self, sequence: int, num_rows: int) -> list[int]:
-        first = _shared_pages(self.page_size) + sequence * _pages_of_rows(self.page_size)
+        first = _shared_pages(self.page_size, self.long_context) + sequence * _pages_of_rows(self.page_size)
         last = (self.context_len % self.page_size + num_rows - 1) // self.page_size
         return list(range(first, first + last + 1))
 
@@ -165,6 +173,7 @@ def measure_curve(
     clock: Clock,
     progress: Progress,
     max_context_len: int,
+    quick: bool = False,
 ) -> CostCurve:
     """Measure the curve of a bench whose caches are allocated.
 
@@ -175,6 +184,8 @@ def measure_curve(
         clock: monotonic seconds.
         progress: called with the share done (0 to 1) and what is being measured.
         max_context_len: of the model; long passes stay below it.
+        quick: keep to the budget: few sizes, no search for cliffs, and large sizes are left out where they take
+            too long (the curve goes on with its mean slope, and serving corrects it).
 
     Raises:
         ConfigError: the measured curve is not one (see `CostCurve.check_measured`).
@@ -184,15 +195,19 @@ def measure_curve(
     started = clock()
     bench.fill(min(_CONTEXT, max_context_len // 2))
     sizes = sizes_to_measure(max_target_tokens)
+    if quick:
+        limit_s = 0.55 * budget_s / (_QUICK_ROUNDS + 1)
+        sizes = _affordable(_doubling(max_target_tokens), bench.verify, clock=clock, limit_s=limit_s)
     seconds = _rounds(
         sizes,
         bench.verify,
         clock=clock,
         until=started + 0.55 * budget_s,
         progress=lambda share, size: progress(0.55 * share, f"target pass over {size} rows"),
+        quick=quick,
     )
     curve = dict(zip(sizes, seconds.tolist(), strict=True))
-    for level in range(5):
+    for level in range(0 if quick else 5):
         jumps = _jumps(curve)
         if not jumps:
             break
@@ -215,6 +230,10 @@ def measure_curve(
     draft_s = np.zeros(0)
     if bench.drafter.block_size:
         blocks = sorted({b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256) if b < max_blocks} | {max_blocks})
+        if quick:
+            blocks = _affordable(
+                _doubling(max_blocks), bench.draft, clock=clock, limit_s=0.25 * budget_s / (_QUICK_ROUNDS + 1)
+            )
         draft_s = rising(
             _rounds(
                 blocks,
@@ -222,6 +241,7 @@ def measure_curve(
                 clock=clock,
                 until=clock() + 0.15 * budget_s,
                 progress=lambda share, size: progress(0.7 + 0.2 * share, f"drafting {size} blocks"),
+                quick=quick,
             )
         )
         bench.release(max_blocks)
@@ -268,13 +288,16 @@ def _rounds(
     clock: Clock,
     until: float,
     progress: Callable[[float, int], None],
+    quick: bool = False,
 ) -> Float64:
-    """Return the median seconds of each size [n]; one unmeasured round first."""
-    for size in sizes:
-        run(size)
+    """Return the median seconds of each size [n]; one unmeasured round first, unless `_affordable` was that."""
+    if not quick:
+        for size in sizes:
+            run(size)
+    least = _QUICK_ROUNDS if quick else _LEAST_ROUNDS
     started = clock()
     rounds: list[list[float]] = []
-    while len(rounds) < _LEAST_ROUNDS or (clock() < until and len(rounds) < _MOST_ROUNDS):
+    while len(rounds) < least or (clock() < until and len(rounds) < _MOST_ROUNDS):
         times = []
         for size in sizes:
             before = clock()
@@ -284,6 +307,26 @@ def _rounds(
         share = max((clock() - started) / max(until - started, 1e-9), len(rounds) / _MOST_ROUNDS)
         progress(min(share, 1.0), sizes[-1])
     return np.asarray(np.maximum(np.median(np.array(rounds), axis=0), 1e-9))
+
+
+def _affordable(sizes: list[int], run: Callable[[int], object], *, clock: Clock, limit_s: float) -> list[int]:
+    """Run sizes once each, in this order; return, ascending, those that fit into the limit, three at least.
+
+    What a size would take is foreseen from the largest so far, in proportion.
+    """
+    run(sizes[0])  # the very first pass sets things up
+    started = clock()
+    kept: dict[int, float] = {}
+    for size in sizes:
+        if len(kept) >= 3:
+            largest = max(kept)
+            expected_s = kept[largest] * max(size / largest, 1.0)
+            if clock() - started + expected_s > limit_s:
+                continue
+        before = clock()
+        run(size)
+        kept[size] = clock() - before
+    return sorted(kept)
 
 
 def _jumps(curve: dict[int, float]) -> list[tuple[int, int, int]]:
@@ -300,7 +343,7 @@ def _jumps(curve: dict[int, float]) -> list[tuple[int, int, int]]:
 
 def _context_cost(bench: Bench, *, clock: Clock, budget_s: float, limit: int) -> tuple[float, float]:
     """Return the seconds per row and cached token, and per cached token, from passes of 1 and 8 rows."""
-    long = min(_LONG, limit - _LONG_ROWS - 1)
+    long = min(bench.long_context, limit - _LONG_ROWS - 1)
     short = bench.context_len
     if long < 4 * short:
         return 0.0, 0.0

@@ -1,0 +1,19 @@
+"""Which drafter a cost curve or a calibration was made with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+__all__ = ["drafter_identity"]
+
+
+def drafter_identity(spec: str) -> str:
+    """Return a digest over configuration and weights of a drafter's folder; the name of one without a checkpoint."""
+    folder = Path(spec)
+    if not folder.is_dir():
+        return spec
+    digest = hashlib.sha256()
+    for name in ("config.json", "model.safetensors"):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
