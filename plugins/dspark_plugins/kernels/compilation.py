@@ -59,6 +59,8 @@ def compile_kernel(variant: Variant, sm: int) -> CompiledKernel:
         if kind.startswith("*")
     }
     options: dict[str, Any] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers:
+        options["maxnreg"] = variant.max_registers
     if variant.cooperative:
         options["launch_cooperative_grid"] = True
     source = ASTSource(kernel, signature, dict(variant.constants), aligned)

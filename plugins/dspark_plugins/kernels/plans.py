@@ -14,12 +14,15 @@ __all__ = [
     "SPLIT_LEN",
     "SWEEP",
     "TREE",
+    "VOCABULARY_TILE",
     "Variant",
     "attention",
     "attention_grid",
+    "block_sample",
     "cdiv",
     "merge_splits",
     "next_power_of_2",
+    "num_phases",
     "num_splits",
     "row_limits",
     "walk",
@@ -32,6 +35,7 @@ SPLIT_LEN = 512  # context rows of one piece; fixed, so that the pieces do not d
 _SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
 _WIDEST_TILE = 64
 SWEEP = 1024  # entries of a row of logits that a program looks at together
+VOCABULARY_TILE = 128  # draft logits of all blocks that a program corrects together
 
 Constant = int | float | bool | str
 
@@ -44,6 +48,7 @@ class Variant:
     constants: Mapping[str, Constant]  # its constexpr arguments
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0  # of a thread; 0 = the compiler's guess, which may spill to fit more programs
     cooperative: bool = False  # all programs must be resident at once
     dtypes: Mapping[str, str] = field(default_factory=dict)  # of its pointers that have no fixed type
 
@@ -166,7 +171,9 @@ def write_rows(*, num_kv_heads: int, head_dim: int, dtype: str, input_dtype: str
 
 def row_limits(*, dtype: str) -> Variant:
     """Return the form of `row_limits_kernel`; grid (T,)."""
-    return Variant("row_limits_kernel", {"BLOCK": SWEEP}, num_warps=8, dtypes={"io": dtype})
+    return Variant(
+        "row_limits_kernel", {"BLOCK": SWEEP}, num_warps=8, max_registers=128, dtypes={"io": dtype}
+    )
 
 
 def walk(*, dtype: str, tree: bool, probs: bool, mapped: bool) -> Variant:
@@ -179,4 +186,61 @@ def walk(*, dtype: str, tree: bool, probs: bool, mapped: bool) -> Variant:
         mapped: whether those are over a reduced vocabulary.
     """
     constants: dict[str, Constant] = {"TREE": tree, "PROBS": probs, "MAPPED": mapped, "BLOCK": SWEEP}
-    return Variant("walk_kernel", {**constants, "BLOCK_CHILDREN": 32}, num_warps=8, dtypes={"io": dtype})
+    return Variant(
+        "walk_kernel",
+        {**constants, "BLOCK_CHILDREN": 32},
+        num_warps=8,
+        max_registers=128,
+        dtypes={"io": dtype},
+    )
+
+
+def block_sample(
+    *,
+    vocab_size: int,
+    rank: int,
+    head: int,
+    confidence: int,
+    mapped: bool,
+    previous: bool,
+    dtype: str,
+    weight_dtype: str,
+    cooperative: bool,
+) -> Variant:
+    """Return the form of `block_sample_kernel`.
+
+    Arguments:
+        vocab_size: of the drafter.
+        rank: of the sequential head.
+        head: 0 none, 1 vanilla, 2 gated, 3 RNN.
+        confidence: 0 none, 1 over h, 2 over h and W1[x].
+        mapped: whether the draft vocabulary is a reduced one.
+        previous: whether rows of W1 are found through a map.
+        dtype: of the base logits.
+        weight_dtype: of the head's weights and the hidden states.
+        cooperative: whether all phases are one launch.
+    """
+    return Variant(
+        "block_sample_kernel",
+        {
+            "HEAD": head,
+            "RANK": rank,
+            "BLOCK_RANK": max(next_power_of_2(rank), 16),
+            "CONFIDENCE": confidence,
+            "MAPPED": mapped,
+            "PREVIOUS": previous,
+            "BLOCK_V": VOCABULARY_TILE,
+            "BLOCK_TILES": next_power_of_2(cdiv(vocab_size, VOCABULARY_TILE)),
+            "SWEEP": SWEEP,
+            "DOT": "ieee" if weight_dtype == "fp32" else "tf32",
+        },
+        num_warps=8,
+        max_registers=255,
+        cooperative=cooperative,
+        dtypes={"io": dtype, "weight": weight_dtype},
+    )
+
+
+def num_phases(block_size: int) -> int:
+    """Return the phases of `block_sample_kernel`: project, start, score and draw by position, share."""
+    return 2 * block_size + 3

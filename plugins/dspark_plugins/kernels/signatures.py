@@ -23,6 +23,14 @@ _SIGNATURES = {
     "write_rows_kernel": (
         "k:*input v:*io kv_cache:*io cos:*fp32 sin:*fp32 slots:*i32 num_rows:i32 k_stride:i32 v_stride:i32"
     ),
+    "block_sample_kernel": (
+        f"base_logits:*io hidden:*weight anchors:*i32 num_drafts:*i32 positions:*i32 seeds:*i64 {_SAMPLING} "
+        "coupled:*i32 markov_in:*weight markov_out:*weight mix_weight:*weight mix_bias:*weight "
+        "confidence_weight:*weight confidence_bias:*fp32 draft_to_target:*i32 previous_rows:*i32 tokens:*i32 "
+        "num_tokens:*i32 draft_probs:*fp32 confidence_logits:*fp32 projected:*fp32 mixed:*fp32 state:*fp32 "
+        "tile_values:*fp32 tile_entries:*i32 limits:*fp32 bounds:*i32 barrier:*i32 num_blocks:i32 block_size:i32 "
+        "vocab_size:i32 hidden_size:i32 num_tiles:i32 first_phase:i32 last_phase:i32"
+    ),
     "row_limits_kernel": (
         f"logits:*io query_start:*i32 {_SAMPLING} limits:*fp32 bounds:*i32 "
         "num_sequences:i32 vocab_size:i32 logits_stride:i32"
@@ -43,6 +51,7 @@ MODULES = {  # where each kernel's device code is
     "attention_kernel": "attention",
     "merge_splits_kernel": "attention",
     "write_rows_kernel": "attention",
+    "block_sample_kernel": "block_sample",
     "row_limits_kernel": "verify",
     "walk_kernel": "verify",
 }

@@ -119,3 +119,52 @@ def _(
         base_logits.new_empty(base_logits.shape, dtype=torch.float32),
         base_logits.new_empty((num_sequences, block_size), dtype=torch.float32),
     )
+
+
+@block_sample.register_kernel("cuda")
+def _(
+    base_logits: Tensor,
+    hidden: Tensor,
+    anchors: Tensor,
+    num_drafts: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    coupled: Tensor,
+    markov_in: Tensor | None,
+    markov_out: Tensor | None,
+    mix_weight: Tensor | None,
+    mix_bias: Tensor | None,
+    confidence_weight: Tensor | None,
+    confidence_bias: Tensor | None,
+    draft_to_target: Tensor | None,
+    previous_rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from dspark_plugins.ops.launchers.block_sample import (
+        launch_block_sample,
+    )  # the Triton language, where there is a GPU
+
+    return launch_block_sample(
+        base_logits,
+        hidden,
+        anchors,
+        num_drafts,
+        positions,
+        seeds,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        coupled,
+        markov_in,
+        markov_out,
+        mix_weight,
+        mix_bias,
+        confidence_weight,
+        confidence_bias,
+        draft_to_target,
+        previous_rows,
+    )
