@@ -25,6 +25,7 @@ __all__ = [
     "num_phases",
     "num_splits",
     "row_limits",
+    "schedule",
     "walk",
     "write_rows",
 ]
@@ -244,3 +245,8 @@ def block_sample(
 def num_phases(block_size: int) -> int:
     """Return the phases of `block_sample_kernel`: project, start, score and draw by position, share."""
     return 2 * block_size + 3
+
+
+def schedule() -> Variant:
+    """Return the form of `schedule_kernel`; grid (1,)."""
+    return Variant("schedule_kernel", {"BLOCK": 128, "AHEAD": 128}, num_warps=8)

@@ -45,3 +45,14 @@ def _(
         num_drafts.new_empty((num_sequences * (1 + block_size),), dtype=torch.int32),
         budgets.new_empty((2,), dtype=torch.int32),
     )
+
+
+@schedule.register_kernel("cuda")
+def _(
+    confidence: Tensor, num_drafts: Tensor, budgets: Tensor, step: Tensor, seconds: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from dspark_plugins.ops.launchers.schedule import (
+        launch_schedule,
+    )  # the Triton language, where there is a GPU
+
+    return launch_schedule(confidence, num_drafts, budgets, step, seconds)
