@@ -15,6 +15,7 @@ from dspark_client.demo import demo
 from dspark_client.load import PROMPTS, load_test
 from dspark_client.load_plan import parse_loads, parse_modes
 from dspark_client.perf_analyzer import LoadFailedError
+from dspark_client.simulate import CommandUnavailableError, add_simulate_command
 from dspark_client.terminal import remark, show_stream, summary
 
 __all__ = ["main"]
@@ -39,8 +40,12 @@ _SAMPLING = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 request refused, 2 no server, 130 Ctrl-C."""
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        args = _parser(simulates=given[:1] == ["simulate"]).parse_args(given)
+        if args.run_alone is not None:
+            alone: int = args.run_alone(args)
+            return alone
         with Connection(args.url, model=args.model, timeout_s=args.timeout) as connection:
             connection.check_ready()
             status: int = args.run(connection, args)
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerUnavailableError as error:
         print(f"dspark-client: {error}", file=sys.stderr)
         return 2
-    except RequestFailedError as error:
+    except (RequestFailedError, CommandUnavailableError) as error:
         print(f"dspark-client: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -107,10 +112,12 @@ def _sampling(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name) for name in _SAMPLING}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, simulates: bool) -> argparse.ArgumentParser:
+    """Return the parser; the simulator's options are there only when it `simulates`, so that others start fast."""
     parser = argparse.ArgumentParser(
         prog="dspark-client", description="Talks to a dspark model on a Triton server."
     )
+    parser.set_defaults(run_alone=None)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="answer one prompt")
@@ -141,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     load = commands.add_parser("load", help="throughput and latency under load, with perf_analyzer")
     _add_load(load)
     load.set_defaults(run=_load)
+
+    alone = commands.add_parser(
+        "simulate", help="plan machines one does not have, with the server's own scheduler; needs no server"
+    )
+    if simulates:
+        add_simulate_command(alone)
 
     for command in (generate, talk, show, load):
         command.add_argument(

@@ -28,22 +28,17 @@ class _Command(Protocol):
 
 
 def add_simulate_command(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options and set `run` [args -> exit status].
+    """Declare the command's options and set `run_alone` [args -> exit status], which needs no server.
 
-    Where the simulator is not installed the command exists all the same and says what is missing.
+    Raises:
+        CommandUnavailableError: the simulator is not installed; says what is missing.
     """
     found = entry_points(group=GROUP, name="simulate")
     if not found:
-        parser.add_argument("anything", nargs="*", help=argparse.SUPPRESS)
-        parser.set_defaults(run=_missing)
-        return
+        raise CommandUnavailableError(
+            "simulate runs the server's own scheduler, which is not installed here: pip install 'dspark-triton' with"
+            " its server side (the dspark package)"
+        )
     command = cast(_Command, next(iter(found)).load())
     command.add_arguments(parser)
-    parser.set_defaults(run=command.run)
-
-
-def _missing(_args: argparse.Namespace) -> int:
-    raise CommandUnavailableError(
-        "simulate runs the server's own scheduler, which is not installed here: pip install 'dspark-triton' with its"
-        " server side (the dspark package)"
-    )
+    parser.set_defaults(run_alone=command.run)

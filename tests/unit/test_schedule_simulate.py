@@ -12,6 +12,7 @@ from dspark.scheduling.cost_model import CapacityFile
 from dspark.scheduling.simulate import EXAMPLES, add_simulate_arguments, run_simulate
 from dspark.scheduling.simulation import RunResult, simulate
 from dspark.scheduling.traffic import arrivals_of, load_acceptance
+from dspark_client.cli import main
 from dspark_client.simulate import CommandUnavailableError, add_simulate_command
 
 CURVES = Path(__file__).parents[2] / "python_backend/dspark/scheduling/curves"
@@ -143,8 +144,24 @@ def test_example_curves_are_measured_curves_that_say_where_they_come_from(name: 
 
 def test_without_the_server_side_the_client_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dspark_client.simulate.entry_points", lambda **_: ())
-    parser = argparse.ArgumentParser()
-    add_simulate_command(parser)
-    args = parser.parse_args(["x"])
     with pytest.raises(CommandUnavailableError, match="not installed here"):
-        args.run(args)
+        add_simulate_command(argparse.ArgumentParser())
+
+
+def test_the_client_simulates_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "simulate --capacity gpu --arrivals closed:2 --policies auto --steps 40 --out"
+    assert main([*options.split(), str(tmp_path)]) == 0
+    assert (tmp_path / "simulate.json").is_file()
+    capsys.readouterr()
+    assert main([*options.split(), str(tmp_path), "--capacity", "nowhere.json"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dspark-client simulate: nowhere.json: not a capacity file")
+
+
+def test_the_client_without_the_server_side_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dspark_client.simulate.entry_points", lambda **_: ())
+    assert main(["simulate", "--capacity", "gpu"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not installed here" in line

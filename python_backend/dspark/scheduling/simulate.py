@@ -178,7 +178,15 @@ class _SimulateCommand:
     """What the entry point `simulate` of the group `dspark_client.commands` gives."""
 
     add_arguments = staticmethod(add_simulate_arguments)
-    run = staticmethod(run_simulate)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Simulate; what cannot be used is one line on standard error and status 2."""
+        try:
+            return run_simulate(args)
+        except ConfigError as error:
+            print(f"dspark-client simulate: {error}", file=sys.stderr)
+            return 2
 
 
 client_command = _SimulateCommand()
