@@ -185,6 +185,56 @@ def test_whether_a_draft_is_kept_never_depends_on_what_lies_behind_it(
     assert kept == kept_after
 
 
+def joint_of_two(drafts: tuple[int, ...], verify_len: int, target: Float64, draft: Float64) -> Float64:
+    """Return the exact law of the first two output tokens [2, 2] given the drafts, under rejection sampling."""
+    out = np.zeros((2, 2))
+
+    def commit(tokens: tuple[int, ...], weight: float) -> None:
+        """Plain decoding from here on."""
+        if weight == 0.0:
+            return
+        if len(tokens) >= 2:
+            out[tokens[0], tokens[1]] += weight
+            return
+        for token in (0, 1):
+            commit((*tokens, token), weight * target[token])
+
+    left = np.maximum(target - draft, 0.0)
+    left = left / left.sum() if left.sum() else target
+    weight, kept = 1.0, ()
+    for x in drafts[:verify_len]:
+        accept = min(1.0, target[x] / draft[x])
+        for token in (0, 1):
+            commit((*kept, token), weight * (1.0 - accept) * left[token])
+        weight, kept = weight * accept, (*kept, x)
+    commit(kept, weight)
+    return out
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), rule=st.sampled_from(["prefix", "lookahead", "budget"]))
+def test_the_output_has_the_targets_law_whatever_the_confidences_say(seed: int, rule: str) -> None:
+    """By exact enumeration of all blocks of two sequences; c_k is any function of the drafts before it."""
+    rng = np.random.default_rng(seed)
+    block_size = 3
+    target, draft = (np.array([p, 1.0 - p]) for p in rng.uniform(0.1, 0.9, 2))
+    seconds = 1.0 + np.cumsum(rng.choice([0.0, 0.02, 0.5, 2.0], 2 * block_size + 1))
+    choices = [0.0, 0.3, 0.6, 0.9, 1.0]
+    tables = [rng.choice(choices, (2,) * k) for k in range(block_size)]  # c_{k+1} given x_1..x_k
+    other = rng.choice(choices, block_size)  # the second sequence of the batch
+    budget = int(rng.integers(2 * block_size + 1))
+    law = np.zeros((2, 2))
+    for drafts in np.ndindex(*(2,) * block_size):
+        confidence = np.stack([[tables[k][drafts[:k]] for k in range(block_size)], other])
+        if rule == "budget":
+            candidates = rank_candidates(survival_of(confidence, np.full(2, block_size, np.int32)))
+            verify_len = verify_len_of(candidates, budget, num_sequences=2)
+        else:
+            verify_len = _choose(confidence, seconds, rule)
+        law += draft[list(drafts)].prod() * joint_of_two(drafts, int(verify_len[0]), target, draft)
+    np.testing.assert_allclose(law, np.outer(target, target), atol=1e-12)
+
+
 # -- order, ties, odd input ------------------------------------------------------------------------------
 
 
