@@ -4,15 +4,42 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 
 import pytest
+from dspark.serving import dashboard as dashboard_module
 from dspark.serving.dashboard import Dashboard
 from support.server import ask
 
 pytestmark = pytest.mark.server
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def looks_see_work(monkeypatch):
+    """Hold every look back until eight blocks were verified since the one before.
+
+    The browser's virtual time waits for the network alone: its seconds may pass in a few real milliseconds.
+    """
+    of_server, seen = dashboard_module._metrics, [0.0]
+
+    def blocks(body):
+        return sum(
+            map(float, re.findall(rb"^dspark_spec_decode_num_drafts_total\S* (\S+)$", body, re.MULTILINE))
+        )
+
+    def metrics(url):
+        end_s = time.monotonic() + 10
+        while True:
+            status, body, kind = of_server(url)
+            if blocks(body) >= seen[0] + 8 or time.monotonic() > end_s:
+                seen[0] = blocks(body)
+                return status, body, kind
+            time.sleep(0.05)
+
+    monkeypatch.setattr(dashboard_module, "_metrics", metrics)
 
 
 @pytest.fixture
@@ -49,6 +76,7 @@ def test_a_server_that_is_gone_is_said():
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.usefixtures("looks_see_work")
 def test_a_browser_shows_the_figures(dashboard, server, tmp_path):
     busy = threading.Event()
 
