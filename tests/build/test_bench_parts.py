@@ -1,0 +1,143 @@
+"""The pure parts of the benchmarks: what a line says, what the prompts are, what a verdict compares."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from dspark_build.bench import SECTIONS, main, ratios
+from dspark_build.bench_lines import Line, median, spread, table
+from dspark_build.bench_load import Turn, median_rate
+from dspark_build.bench_load import table as load_table
+from dspark_build.bench_memory import MemoryReport, num_weights, short_prompts
+from dspark_build.bench_native import CONTEXT, PAGE_SIZE, pass_over, verdicts
+from dspark_build.bench_native import Line as PassLine
+from dspark_build.bench_overhead import measure_overhead, overhead_table
+from dspark_build.bench_prompts import MIXED, NEW, REPEATING, as_messages
+
+from tests.support.tiny_models import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "holds"),
+    [
+        (1.5, {"at_least": 1.5}, True),
+        (1.49, {"at_least": 1.5}, False),
+        (3.0, {"at_most": 3.0}, True),
+        (3.01, {"at_most": 3.0}, False),
+        (9.0, {}, None),
+    ],
+)
+def test_a_line_holds_up_to_and_with_its_bound(value, bounds, holds):
+    line = Line(name="x", value=value, unit="times", **bounds)
+    assert line.holds is holds
+    assert line.as_json()["holds"] is holds
+    assert ("NO" in table([line])) is (holds is False)
+
+
+def test_the_middle_the_spread_and_the_ratios_are_those_of_the_rounds():
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert spread([3.0, 1.0, 2.0]) == "1.00 to 3.00"
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    with pytest.raises(ValueError, match="argument 2"):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_sixteen_requests_share_no_prompt_and_no_round_repeats_another():
+    assert len(MIXED) == 16 == len(set(MIXED))
+    assert not set(REPEATING) & set(NEW)
+    assert as_messages(MIXED[0], 1) != as_messages(MIXED[0], 2)
+
+
+def test_short_prompts_differ_and_stay_in_the_vocabulary():
+    prompts = short_prompts(50, vocab_size=97, seed=3)
+    assert prompts == short_prompts(50, vocab_size=97, seed=3)
+    assert len(set(prompts)) == 50
+    assert all(4 <= len(p) <= 12 and max(p) < 97 for p in prompts)
+
+
+def test_what_is_held_beside_weights_and_caches_is_what_is_left():
+    report = MemoryReport(
+        executor="native",
+        dtype="int8",
+        weight_bytes=50,
+        cache_bytes=20,
+        warm_bytes=95,
+        end_bytes=100,
+        num_requests=7,
+    )
+    assert (report.beside_bytes, report.growth_bytes) == (30, 5)
+
+
+def test_tied_tables_are_counted_once():
+    tied, untied = tiny_config(tie=True), tiny_config(tie=False)
+    table_size = tied.vocab_size * tied.decoder.hidden_size
+    assert num_weights(untied) - num_weights(tied) == table_size
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 17])
+def test_a_timed_pass_lies_behind_the_context_in_pages_of_its_own(num_rows):
+    batch = pass_over(num_rows, 97)
+    assert batch.positions.tolist() == list(range(CONTEXT, CONTEXT + num_rows))
+    assert batch.tokens.max() < 97
+    assert batch.page_table.size * PAGE_SIZE >= CONTEXT + num_rows
+    assert len(batch.logit_rows) == num_rows
+
+
+def test_verdicts_compare_with_the_bound_with_one_row_and_with_the_peers():
+    bandwidth = 1e9  # 10 MB take 10 ms
+    lines = [
+        PassLine("native int8", 10_000_000, {1: 12.0, 8: 30.0, 16: 50.0}),
+        PassLine("llama.cpp Q8_0", 10_000_000, {1: 24.0, 8: 60.0, 16: 40.0}),
+    ]
+    found = {what: (ratio, limit) for what, ratio, limit in verdicts(bandwidth, lines)}
+    assert found["int8: one row / read bound"] == (pytest.approx(1.2), 1.3)
+    assert found["int8: 8 rows / one row"] == (pytest.approx(2.5), 1.9)
+    assert found["int8: 1 rows / llama.cpp Q8_0"][0] == pytest.approx(0.5)
+    assert found["int8: 16 rows / llama.cpp Q8_0"][0] == pytest.approx(1.25)
+    assert len(found) == 5
+
+
+def _turn(load: int, policy: str, rate: float, number: int = 0) -> Turn:
+    return Turn(
+        load=load,
+        policy=policy,
+        round=number,
+        tokens_per_second=rate,
+        mean_verify_len=1.0,
+        accepted_len=1.5,
+        steps=10,
+        step_s=0.01,
+        cost_model_error=0.0,
+        calibration_ece=0.0,
+    )
+
+
+def test_auto_is_held_against_the_best_of_the_others_and_against_none():
+    turns = [_turn(4, "none", 10.0), _turn(4, "fixed:3", 20.0), _turn(4, "auto", 19.0)]
+    random.Random(0).shuffle(turns)
+    last = load_table(turns).splitlines()[-1].split()
+    assert last[0] == "4"
+    assert last[-2:] == ["0.950", "1.900"]
+
+
+def test_a_policy_counts_with_the_median_of_its_turns():
+    turns = [_turn(2, "auto", rate, number) for number, rate in enumerate((1.0, 50.0, 3.0))]
+    assert median_rate(turns, 2, "auto") == 3.0
+    assert median_rate(turns, 4, "auto") != median_rate(turns, 4, "auto")  # NaN: not run
+
+
+def test_an_unknown_section_is_refused_by_name(capsys):
+    assert main(["--only", "passes,colour"]) == 1
+    error = capsys.readouterr().err
+    assert "'colour'" in error
+    assert all(name in error for name in SECTIONS)
+
+
+def test_the_policy_is_timed_with_and_without_calibrator_and_told_where_it_is_too_slow():
+    found = measure_overhead(repeats=1)
+    assert len({(o.num_sequences, o.policy, o.calibrated) for o in found}) == 8
+    assert all(o.milliseconds > 0 for o in found)
+    slow = replace(found[0], milliseconds=found[0].at_most_ms)
+    fast = replace(found[0], milliseconds=0.5 * found[0].at_most_ms)
+    assert "MISSED" in overhead_table([slow])
+    assert "holds" in overhead_table([fast])
