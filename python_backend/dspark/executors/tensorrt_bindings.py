@@ -1,0 +1,151 @@
+"""Every tensor that goes into and comes out of the two engines, by name, type and shape: for the exporter, the engine
+builder and the runtime alike.
+
+Dimensions are numbers or the names of `DIMENSIONS`; a name has one size within a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dspark.models.config import DrafterConfig, TargetConfig
+
+__all__ = [
+    "DIMENSIONS",
+    "Binding",
+    "DType",
+    "Kind",
+    "Precision",
+    "SampleHead",
+    "drafter_bindings",
+    "head_precision",
+    "target_bindings",
+]
+
+Precision = Literal["fp32", "fp16", "bf16"]
+DType = Literal["fp32", "fp16", "bf16", "i32", "i64"]
+Kind = Literal["input", "output", "cache", "weight"]
+
+DIMENSIONS = {
+    "T": "rows of a target pass",
+    "R": "sequences",
+    "P": "pages of a sequence",
+    "M": "rows whose logits are wanted",
+    "W": "mask words of a row, 0 for chains",
+    "N": "newly committed rows",
+    "S": "cache slots",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One tensor of an engine. A cache is an input and, under `alias`, an output in the same memory."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+    kind: Kind = "input"
+
+    @property
+    def alias(self) -> str:
+        """Name of a cache as an output."""
+        return f"{self.name}.out"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleHead:
+    """Which parts the sequential head of a drafter has: the attributes of `DSparkBlockSample`."""
+
+    head: int  # 0 none, 1 vanilla, 2 gated, 3 RNN
+    confidence: int  # 0 none, 1 over h, 2 over h and W1[x]
+    mapped: bool  # a reduced draft vocabulary
+    previous: bool  # rows of W1 are found through a map
+
+    @classmethod
+    def of(cls, config: DrafterConfig, *, previous: bool) -> SampleHead:
+        kinds = {"vanilla": 1, "gated": 2, "rnn": 3}
+        return cls(
+            head=kinds[config.markov_head_type] if config.markov_rank else 0,
+            confidence=(2 if config.confidence_head_with_markov else 1)
+            if config.enable_confidence_head
+            else 0,
+            mapped=config.draft_vocab_size != config.vocab_size,
+            previous=previous,
+        )
+
+
+def head_precision(precision: Precision) -> Precision:
+    """Return the type of embedding and LM head: bf16 engines hold them in fp16.
+
+    Logits of 8 bits would tie by the dozen; 11 bits cost the same traffic.
+    """
+    return "fp16" if precision == "bf16" else precision
+
+
+def target_bindings(
+    config: TargetConfig, *, precision: Precision, feature_layer_ids: tuple[int, ...]
+) -> tuple[Binding, ...]:
+    """Return the tensors of the target engine, weights that the drafter shares included."""
+    decoder, vocab_size = config.decoder, config.vocab_size
+    slot = (2, decoder.num_kv_heads, decoder.head_dim)
+    features = len(feature_layer_ids) * decoder.hidden_size
+    return (
+        Binding("tokens", "i32", ("T",)),
+        Binding("positions", "i32", ("T",)),
+        Binding("query_start", "i32", ("R+1",)),
+        Binding("context_len", "i32", ("R",)),
+        Binding("page_table", "i32", ("R", "P")),
+        Binding("slots", "i32", ("T",)),
+        Binding("ancestors", "i32", ("T", "W")),
+        Binding("logit_rows", "i32", ("M",)),
+        *_caches(decoder.num_layers, precision, slot),
+        *_table_bindings(config, precision),
+        Binding("logits", "fp32", ("M", vocab_size), "output"),
+        Binding("argmax", "i32", ("M",), "output"),
+        Binding("finite", "i32", ("M",), "output"),
+        *((Binding("features", "fp32", ("T", features), "output"),) if features else ()),
+    )
+
+
+def drafter_bindings(
+    config: DrafterConfig, *, precision: Precision, shared: tuple[Binding, ...]
+) -> tuple[Binding, ...]:
+    """Return the tensors of the drafter engine; `shared` are the weights it takes from the target."""
+    decoder, block_size = config.decoder, config.block_size
+    slot = (2, decoder.num_kv_heads, decoder.head_dim)
+    features = len(config.target_layer_ids) * decoder.hidden_size
+    return (
+        Binding("features", "fp32", ("N", features)),
+        Binding("new_positions", "i32", ("N",)),
+        Binding("new_slots", "i32", ("N",)),
+        Binding("anchors", "i32", ("R",)),
+        Binding("anchor_positions", "i32", ("R",)),
+        Binding("context_len", "i32", ("R",)),
+        Binding("page_table", "i32", ("R", "P")),
+        Binding("num_drafts", "i32", ("R",)),
+        Binding("seeds", "i64", ("R",)),
+        Binding("temperature", "fp32", ("R",)),
+        Binding("top_k", "i32", ("R",)),
+        Binding("top_p", "fp32", ("R",)),
+        Binding("min_p", "fp32", ("R",)),
+        Binding("coupled", "i32", ("R",)),
+        *_caches(decoder.num_layers, precision, slot),
+        *shared,
+        Binding("draft_tokens", "i32", ("R", block_size), "output"),
+        Binding("num_tokens", "i32", ("R",), "output"),
+        Binding("draft_probs", "fp32", ("R", block_size, config.draft_vocab_size), "output"),
+        Binding("confidence_logits", "fp32", ("R", block_size), "output"),
+        Binding("base_logits", "fp32", ("R", block_size, config.draft_vocab_size), "output"),
+        Binding("hidden", "fp32", ("R", block_size, decoder.hidden_size), "output"),
+    )
+
+
+def _table_bindings(config: TargetConfig, precision: Precision) -> tuple[Binding, ...]:
+    shape = (config.vocab_size, config.decoder.hidden_size)
+    names = ("embed_tokens",) if config.tie_word_embeddings else ("embed_tokens", "lm_head")
+    return tuple(Binding(name, head_precision(precision), shape, "weight") for name in names)
+
+
+def _caches(num_layers: int, precision: Precision, slot: tuple[int, ...]) -> tuple[Binding, ...]:
+    return tuple(Binding(f"kv_cache.{i}", precision, ("S", *slot), "cache") for i in range(num_layers))
