@@ -62,6 +62,12 @@ COMMANDS = (
         "measure what a step costs on this machine",
         "dspark-build profile --target model.gguf --drafter out/run/drafter --out capacity.json",
     ),
+    _Command(
+        "kernels",
+        "dspark_build.kernels",
+        "compile the GPU kernels ahead of time, no GPU needed",
+        "dspark-build kernels --sm 80,86,89,90,100,120 --out out/kernels",
+    ),
 )
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "CHAIN",
     "FULL",
     "SPLIT_LEN",
+    "SPLIT_ROWS",
     "SWEEP",
     "TREE",
     "VOCABULARY_TILE",
@@ -33,7 +34,7 @@ __all__ = [
 CHAIN, TREE, FULL = 0, 1, 2  # what a row sees of its own sequence's rows
 
 SPLIT_LEN = 512  # context rows of one piece; fixed, so that the pieces do not depend on the batch
-_SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
+SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
 _WIDEST_TILE = 64
 SWEEP = 1024  # entries of a row of logits that a program looks at together
 VOCABULARY_TILE = 128  # draft logits of all blocks that a program corrects together
@@ -106,6 +107,7 @@ def attention(
         mask: CHAIN, TREE or FULL.
     """
     wide = dtype == "fp32"
+    tile = _tile(fixed_rows or rows, num_heads // num_kv_heads)
     return Variant(
         "attention_kernel",
         {
@@ -113,7 +115,7 @@ def attention(
             "NUM_KV_HEADS": num_kv_heads,
             "DIM": head_dim,
             "BLOCK_D": max(next_power_of_2(head_dim), 16),
-            "BLOCK_M": _tile(fixed_rows or rows, num_heads // num_kv_heads),
+            "BLOCK_M": tile,
             "BLOCK_N": 16 if head_dim > 64 and wide else 32 if head_dim > 64 or wide else 64,  # no spills
             "FIXED_ROWS": fixed_rows,
             "MASK": mask,
@@ -123,8 +125,9 @@ def attention(
             "SPLIT": split,
             "DOT": "ieee" if wide else "tf32",
         },
-        num_warps=4,
+        num_warps=8 if tile == _WIDEST_TILE else 4,  # no spills
         num_stages=3,  # page numbers, then keys and values, one tile ahead
+        max_registers=255,
         dtypes={"io": dtype, "input": input_dtype},
     )
 
@@ -144,7 +147,7 @@ def attention_grid(
 
 def num_splits(*, num_rows: int, num_sequences: int, max_context: int) -> int:
     """Return into how many pieces contexts are cut; 1 = not at all."""
-    if num_rows > _SPLIT_ROWS * num_sequences:
+    if num_rows > SPLIT_ROWS * num_sequences:
         return 1
     return max(cdiv(max_context, SPLIT_LEN), 1)
 
@@ -249,4 +252,4 @@ def num_phases(block_size: int) -> int:
 
 def schedule() -> Variant:
     """Return the form of `schedule_kernel`; grid (1,)."""
-    return Variant("schedule_kernel", {"BLOCK": 128, "AHEAD": 128}, num_warps=8)
+    return Variant("schedule_kernel", {"BLOCK": 128, "AHEAD": 32}, num_warps=8, max_registers=255)

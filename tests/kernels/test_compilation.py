@@ -1,0 +1,139 @@
+"""Ahead-of-time compilation: no form spills, every form fits its chip, and a folder is always whole.
+
+The forms here are those with the most registers or shared memory of each kernel, on the chips with the least of both;
+`dspark-build kernels` holds all of them to the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dspark.errors import CheckpointError, ConfigError
+from dspark_build import kernels
+from dspark_build.cli import main
+from dspark_plugins.kernels.chips import CHIPS
+from dspark_plugins.kernels.plans import Variant
+from dspark_plugins.kernels.sets import SHAPES, variants_for
+
+SMALL = ("merge_splits_kernel", "write_rows_kernel")
+
+
+def heaviest(name: str) -> list[Variant]:
+    """The widest tile of every mask without and with pieces, the tree walk, and all that has one form."""
+    forms = variants_for(SHAPES[name], dtype="bf16")
+    attention = [v for v in forms if v.kernel == "attention_kernel" and v.constants["BLOCK_M"] in (32, 64)]
+    widest = {(v.constants["MASK"], v.constants["SPLIT"]): v for v in attention}
+    others = {v.kernel: v for v in forms if v.kernel not in ("attention_kernel", "block_sample_kernel")}
+    return [*widest.values(), *others.values()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kernels")
+    qwen = {v.key: v for name in ("Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B") for v in heaviest(name)}
+    smol = [v for v in heaviest("SmolLM2-135M") if v.kernel in ("attention_kernel", *SMALL)]
+    kernels.build_kernels([*qwen.values(), *smol], [86], out, num_jobs=2)
+    return out
+
+
+def test_no_form_spills_and_every_form_fits(folder: Path) -> None:
+    entries = kernels.load_kernel_manifest(folder)
+    assert len(entries) >= 18
+    for entry in entries:
+        chip = CHIPS[entry.sm]
+        assert entry.spill_bytes == entry.stack_bytes == 0, entry.key
+        assert entry.shared_bytes <= chip.shared_per_program, entry.key
+        assert entry.programs_per_sm >= 1, entry.key
+        assert (folder / entry.file).read_bytes()[:4] == b"\x7fELF"
+
+
+def test_unchanged_inputs_are_nothing_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    kernels.build_kernels(forms_of(folder), [86], folder, num_jobs=1)
+    assert "nothing to do" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def forms_of(folder: Path) -> list[Variant]:
+    known = {v.key: v for shape in SHAPES.values() for v in variants_for(shape, dtype="bf16")}
+    return [known[entry.key] for entry in kernels.load_kernel_manifest(folder)]
+
+
+def test_a_damaged_file_is_made_anew_and_others_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms = [v for v in variants_for(SHAPES["SmolLM2-135M"], dtype="bf16") if v.kernel in SMALL]
+    first = kernels.build_kernels(forms, [86, 90], tmp_path, num_jobs=1)
+    (tmp_path / first[0].file).write_bytes(b"half")
+    capsys.readouterr()
+    assert kernels.build_kernels(forms, [86, 90], tmp_path, num_jobs=1) == first
+    assert "1 of 4 kernels to compile" in capsys.readouterr().err
+    # What is asked for no more goes, and nothing half-written is left.
+    rest = kernels.build_kernels(forms, [90], tmp_path, num_jobs=1)
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")} == {
+        "manifest.json",
+        *(e.file for e in rest),
+    }
+
+
+def test_the_manifest_tells_how_to_launch(folder: Path) -> None:
+    entry = next(e for e in kernels.load_kernel_manifest(folder) if e.kernel == "walk_kernel")
+    assert entry.arguments[0] == ["logits", "*fp32"] and entry.arguments[-1] == ["max_depth", "i32"]
+    assert entry.symbol == "walk_kernel" and entry.num_threads == 256 and not entry.cooperative
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 99, "kernels": []}))
+    with pytest.raises(CheckpointError, match="99"):
+        kernels.load_kernel_manifest(tmp_path)
+    with pytest.raises(CheckpointError, match="dspark-build kernels"):
+        kernels.load_kernel_manifest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--sm", "75"),
+        ("--sm", "86,blackwell"),
+        ("--models", "GPT-9"),
+        ("--precision", "fp8"),
+        ("--heads", "big"),
+    ],
+)
+def test_what_is_unknown_is_refused_by_name(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--sm": "86", "--out": str(tmp_path / "out"), option: value}
+    assert main(["kernels", *(word for pair in given.items() for word in pair)]) == 2
+    told = capsys.readouterr().err
+    assert option in told and value.split(",")[-1] in told and "known are" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_need_a_page_with_marks(tmp_path: Path) -> None:
+    from dspark_build.kernel_report import BEGIN, END, write_tables
+
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="tables"):
+        write_tables(page, [], [])
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_tables(page, [], [SHAPES["Qwen3-4B"]])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "H100" in text
+
+
+def test_a_kernel_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    tight = dataclasses.replace(CHIPS[86], shared_per_program=1)
+    monkeypatch.setitem(CHIPS, 86, tight)
+    form: Any = next(
+        v for v in variants_for(SHAPES["SmolLM2-135M"], dtype="bf16") if v.kernel == "schedule_kernel"
+    )
+    with pytest.raises(kernels.CapacityError, match="shared memory"):
+        kernels.build_kernels([form], [86], tmp_path / "out", num_jobs=1)
+    assert not list(tmp_path.rglob("*.*"))
