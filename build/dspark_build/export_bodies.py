@@ -10,7 +10,20 @@ from dspark_build.export_graph import DOMAIN, OPSET, Graph
 
 __all__ = ["paged_attention_function"]
 
-_INPUTS = ["q", "k", "v", "kv_cache", "cos", "sin", "page_table", "query_start", "context_len", "slots", "positions", "ancestors"]
+_INPUTS = (
+    "q",
+    "k",
+    "v",
+    "kv_cache",
+    "cos",
+    "sin",
+    "page_table",
+    "query_start",
+    "context_len",
+    "slots",
+    "positions",
+    "ancestors",
+)
 
 
 def paged_attention_function() -> onnx.FunctionProto:
@@ -30,7 +43,7 @@ def paged_attention_function() -> onnx.FunctionProto:
     q, k = (g.op("CastLike", _rotated(g, x, cos, sin), "v") for x in (q, k))
     both = g.op("Concat", g.op("Unsqueeze", k, g.ints(1)), g.op("Unsqueeze", v, g.ints(1)), axis=1)
     cache = g.op("ScatterND", "kv_cache", g.op("Unsqueeze", slots, g.ints(-1)), both, name="kv_cache_out")
-    # Masks get a column of zeros, so that chains (no words) can be looked up like trees and the answer be left out.
+    # A column of zeros lets chains, which have no words, be looked up like trees; the answer is left out.
     words = g.size("ancestors", 1)
     column = g.op("Expand", g.constant(np.zeros((1, 1), np.int32)), g.op("Concat", real, g.ints(1), axis=0))
     masks = g.op("Cast", g.op("Concat", ancestors, column, axis=1), to=TensorProto.UINT32)
