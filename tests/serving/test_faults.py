@@ -1,6 +1,8 @@
 """What goes wrong in the world, against a real server: nothing hangs, nothing leaks, nobody else is harmed."""
 
+import json
 import random
+import re
 import time
 
 import psutil
@@ -81,3 +83,21 @@ def test_hundreds_of_cancels_leave_no_page_and_no_memory_behind(server):
     round_of(150)
     assert command(server, "stats")["pages_held"] == 0
     assert resident() < before * 1.05 + (8 << 20)
+
+
+def test_every_request_leaves_one_line_with_its_id_in_the_log(server):
+    Ask(server, request_id="first", text_input="x", max_tokens=5, **GREEDY).wait()
+    Ask(server, request_id="second", text_input="x", top_p=7.0).wait()
+    Ask(server, request_id="third", text_input="x", timeout_ms=30, **LONG).wait()
+
+    def lines(name):
+        entries = re.findall(r'"request (\{.*\})"$', server.log_path.read_text(), re.MULTILINE)
+        told = [json.loads(json.loads(f'"{entry}"')) for entry in entries]  # the server quotes what it logs
+        return [entry for entry in told if entry["id"] == name]
+
+    until(lambda: lines("third"))
+    (first,), (second,), (third,) = lines("first"), lines("second"), lines("third")
+    assert first["end"] == "length" and first["output_tokens"] == 5 and first["input_tokens"] > 0
+    assert 0 < first["first_token_ms"] <= first["total_ms"]
+    assert second["end"] == "refused" and second["code"] == "INVALID_ARG" and "top_p" in second["error"]
+    assert third["end"] == "timeout"

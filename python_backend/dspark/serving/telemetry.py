@@ -23,6 +23,7 @@ from dspark.errors import DSparkError
 from dspark.request import RequestOutput
 from dspark.scheduling.interface import Calibrator, Float64, Scheduler, StepObservation
 from dspark.serving.metrics import PHASES, MetricSink
+from dspark.serving.request_log import log_end
 
 __all__ = ["MetricsThread", "RequestMeter", "Telemetry"]
 
@@ -215,13 +216,31 @@ class RequestMeter:
     Arguments:
         emit: the stream's.
         arrived_s: when the request came, on time.monotonic()'s clock.
+        client_id: the request id that the client chose.
+        num_input_tokens: of the prompt.
     """
 
-    __slots__ = ("_arrived_s", "_emit", "_first_s", "_num_tokens", "_telemetry")
+    __slots__ = (
+        "_arrived_s",
+        "_client_id",
+        "_emit",
+        "_first_s",
+        "_num_input_tokens",
+        "_num_tokens",
+        "_telemetry",
+    )
 
     def __init__(
-        self, telemetry: Telemetry, emit: Callable[[RequestOutput], None], *, arrived_s: float
+        self,
+        telemetry: Telemetry,
+        emit: Callable[[RequestOutput], None],
+        *,
+        arrived_s: float,
+        client_id: str = "",
+        num_input_tokens: int = 0,
     ) -> None:
+        self._client_id = client_id
+        self._num_input_tokens = num_input_tokens
         self._telemetry = telemetry
         self._emit = emit
         self._arrived_s = arrived_s
@@ -241,6 +260,14 @@ class RequestMeter:
 
     def _end(self, output: RequestOutput) -> None:
         now_s = time.monotonic()
+        log_end(
+            output,
+            client_id=self._client_id,
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=self._num_tokens,
+            first_token_s=None if self._first_s is None else self._first_s - self._arrived_s,
+            total_s=now_s - self._arrived_s,
+        )
         if output.error is not None:
             self._telemetry.failed(failure_reason(output.error))
         elif output.finish_reason == "cancelled":

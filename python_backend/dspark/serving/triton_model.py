@@ -24,6 +24,7 @@ from dspark.sampling.grammar import GrammarCompiler
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
 from dspark.serving.paths import resolve_paths
+from dspark.serving.request_log import log_refusal
 from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
 from dspark.serving.telemetry import MetricsThread, RequestMeter, Telemetry, failure_reason
 from dspark.serving.watch import RunDir, watch_parents
@@ -111,6 +112,7 @@ class TritonPythonModel:
                     _log.exception("a request failed")
                 if self._runtime is not None:
                     self._telemetry.failed(failure_reason(error))
+                log_refusal(error, client_id=stream.client_id)
                 stream.fail(error)
 
     def finalize(self) -> None:
@@ -147,7 +149,13 @@ class TritonPythonModel:
             Request(
                 prompt_ids=parsed.prompt_ids,
                 params=parsed.params,
-                emit=RequestMeter(self._telemetry, stream.emit, arrived_s=arrived_s),
+                emit=RequestMeter(
+                    self._telemetry,
+                    stream.emit,
+                    arrived_s=arrived_s,
+                    client_id=stream.client_id,
+                    num_input_tokens=len(parsed.prompt_ids),
+                ),
                 is_cancelled=stream.is_cancelled,
                 deadline_s=arrived_s + timeout_s if timeout_s else None,
                 priority=parsed.priority,
