@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,11 +102,16 @@ class Serve:
         self.said = ""
 
     def until_says(self, word):
-        for line in self.process.stderr:
-            self.said += line
-            if word in line:
-                return line
-        raise AssertionError(self.said)
+        limit = threading.Timer(90, self.process.kill)  # then its output ends, and with it the loop
+        limit.start()
+        try:
+            for line in self.process.stderr:
+                self.said += line
+                if word in line:
+                    return line
+            raise AssertionError(f"never said {word!r}:\n{self.said}")
+        finally:
+            limit.cancel()
 
     def ends(self, timeout_s=30):
         _, rest = self.process.communicate(timeout=timeout_s)
