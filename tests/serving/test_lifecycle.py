@@ -46,7 +46,7 @@ def test_engine_death_fails_every_stream_and_a_reload_brings_the_model_back(repo
         assert ask(server, text_input="x", max_tokens=3).error is None
         pids, regions = [server.pid, *children(server.pid)], shared_memory(server.pid)
         assert regions
-    assert not any(is_running(pid) for pid in pids)
+    until(lambda: not any(is_running(pid) for pid in pids))
     assert not any(region.exists() for region in regions)
 
 
@@ -87,7 +87,7 @@ def test_requests_that_outlive_the_drain_get_an_error_and_the_server_ends(reposi
         assert time.monotonic() - started_s < 12
         reply = running.wait()
     assert reply.error is not None and "[UNAVAILABLE]" in reply.error
-    assert not any(is_running(pid) for pid in pids)
+    until(lambda: not any(is_running(pid) for pid in pids))
 
 
 class Serve:

@@ -68,7 +68,7 @@ def test_what_died_is_started_anew_on_the_same_ports(repository, tmp_path):
         serve.until_says(": starting it anew")  # the model's process was lost, or tritonserver fell with it
         assert running.wait().error is not None
         serve.until_says("ready again")
-        assert not is_running(triton)
+        until(lambda: not is_running(triton))
         assert ask(server, text_input="x", max_tokens=9, temperature=0.0, ignore_eos=True).ids == first.ids
 
         # The gateway.
