@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint, tensor_shapes
-from dspark.drafters.tensor_file import TensorFolder, write_tensors
 from dspark.errors import CheckpointError
 from dspark.models.config import DrafterConfig, RopeConfig, TargetConfig
+from dspark.models.safetensors_file import SafetensorsSource, write_tensors
 from safetensors.numpy import load_file, save_file
 from support.tiny_drafters import tiny_target_config, write_tiny_drafter
 
@@ -106,7 +106,9 @@ def test_bfloat16_is_what_torch_stores(tmp_path: Path) -> None:
     stored = load_torch(tmp_path / "model.safetensors")["x"]
     assert stored.dtype == torch.bfloat16
     assert torch.equal(stored, torch.from_numpy(values).to(torch.bfloat16))
-    assert np.array_equal(TensorFolder(tmp_path).float32("x"), stored.float().numpy())
+    assert np.array_equal(
+        SafetensorsSource([*tmp_path.glob("*.safetensors")]).float32("x"), stored.float().numpy()
+    )
 
 
 @pytest.mark.parametrize("small_w1", [False, True])
@@ -425,7 +427,7 @@ def test_damaged_file_is_refused(folder: Path, damage: bytes) -> None:
 def test_file_cut_short_is_refused(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-8])
-    refuse(folder, "model.safetensors", "ends at byte")
+    refuse(folder, "model.safetensors", "the file gives bytes")
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

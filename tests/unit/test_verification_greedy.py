@@ -9,7 +9,7 @@ import pytest
 from dspark.errors import ConfigError, NonFiniteError
 from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
-from dspark.sampling.verification import Verdict, verify_chain, verify_greedy_batch
+from dspark.sampling.verification import Verdict, verify_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,21 +81,3 @@ def test_no_drafts_give_one_token() -> None:
 def test_rules_for_sampled_drafts_are_refused_at_temperature_zero(rule: Any) -> None:
     with pytest.raises(ConfigError, match=f"got '{rule}'.*'greedy'"):
         verify_chain(sampler(), np.eye(V, dtype=np.float32)[[4]], None, [], None, position=1, rule=rule)
-
-
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**6), num_sequences=st.integers(0, 6), block_size=st.integers(0, 4))
-def test_batch_counts_equal_the_chain_verdicts(seed: int, num_sequences: int, block_size: int) -> None:
-    rng = np.random.default_rng(seed)
-    verify_len = rng.integers(0, block_size + 1, num_sequences).astype(np.int32)
-    row_start = np.concatenate(([0], np.cumsum(1 + verify_len)[:-1])).astype(np.int32)[:num_sequences]
-    argmax = rng.integers(0, 2, int((1 + verify_len).sum())).astype(np.int32)
-    drafts = rng.integers(0, 2, (num_sequences, block_size)).astype(np.int32)
-    accepted = verify_greedy_batch(argmax, row_start, drafts, verify_len)
-    assert accepted.dtype == np.int32
-    for i in range(num_sequences):
-        span = slice(row_start[i], row_start[i] + 1 + verify_len[i])
-        logits = np.eye(V, dtype=np.float32)[argmax[span]]
-        verdict = verify_chain(sampler(), logits, None, drafts[i, : verify_len[i]].tolist(), None, position=1)
-        assert accepted[i] == verdict.accepted
-        assert argmax[row_start[i] + accepted[i]] == verdict.token_ids[-1]

@@ -30,10 +30,10 @@ from dspark.drafters.layout import (
     previous_vocab,
     read_config_file,
 )
-from dspark.drafters.tensor_file import FloatFormat, TensorFolder, write_tensors
 from dspark.errors import CheckpointError
 from dspark.models.config import DrafterConfig, TargetConfig, WeightSource
 from dspark.models.layout import decoder_tensors
+from dspark.models.safetensors_file import FloatFormat, SafetensorsSource, write_tensors
 
 __all__ = ["DrafterCheckpoint", "load_drafter_checkpoint", "save_drafter_checkpoint", "tensor_shapes"]
 
@@ -114,7 +114,10 @@ def load_drafter_checkpoint(folder: str | Path, *, target: TargetConfig) -> Draf
     """
     folder = Path(folder)
     flat = read_config_file(folder)
-    tensors = TensorFolder(folder, strip_prefix="model.")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: a drafter needs *.safetensors files, found none")
+    tensors = SafetensorsSource(files, strip_prefix="model.")
     names = tensors.names()
     has_qk_norm = any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names)
     config = parse_config(flat, target=target, has_qk_norm=has_qk_norm)
@@ -199,7 +202,7 @@ def _replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_tensors(tensors: TensorFolder, config: DrafterConfig, previous: PreviousVocab) -> None:
+def _check_tensors(tensors: SafetensorsSource, config: DrafterConfig, previous: PreviousVocab) -> None:
     shapes = {name: tensors.shape(name) for name in tensors.names() if name not in _VOCABULARY}
     _check_shapes(shapes, config, previous)
 
@@ -228,7 +231,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _draft_to_target(tensors: TensorFolder, config: DrafterConfig) -> Int32 | None:
+def _draft_to_target(tensors: SafetensorsSource, config: DrafterConfig) -> Int32 | None:
     names = tensors.names()
     given = [name for name in ("draft_to_target", "d2t") if name in names]
     if len(given) > 1:

@@ -1,25 +1,39 @@
-"""Reads safetensors files without torch; nothing is loaded before it is asked for.
+"""Safetensors files, read and written with numpy alone: no torch on the serving path, and bfloat16 works.
 
-Knows the container only; what the names mean is the callers' business.
+A file is an 8-byte little-endian header length, a JSON header naming dtype, shape and byte range of every tensor,
+then the bytes. Nothing is loaded before it is asked for. What the names mean is the callers' business.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import CheckpointError
 
-__all__ = ["SafetensorsSource", "open_safetensors"]
+__all__ = ["FloatFormat", "SafetensorsSource", "open_safetensors", "write_tensors"]
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FloatFormat = Literal["float16", "bfloat16", "float32"]
+
+_STORED = {  # BF16 is widened by a shift
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+    "BOOL": "?",
+}
+_FLOATS = ("F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32")
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -34,49 +48,69 @@ class _Entry:
 class SafetensorsSource:
     """Tensors of one or several safetensors files; a `WeightSource` under the names the files use."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], *, strip_prefix: str = "") -> None:
         """Read the headers and check them.
 
+        Arguments:
+            strip_prefix: removed from the front of every name that has it.
+
         Raises:
-            CheckpointError: for a damaged file, a tensor that two files hold, or a dtype other than F32, F16,
-                BF16.
+            CheckpointError: a damaged file, a tensor found twice, or a dtype that nothing here reads.
         """
         self.files = tuple(files)
         self._entries: dict[str, _Entry] = {}
         for path in self.files:
-            for name, entry in _read_header(path).items():
+            for raw_name, entry in _read_header(path).items():
+                name = raw_name.removeprefix(strip_prefix)
                 if name in self._entries:
                     raise CheckpointError(
-                        f"{path}: tensor {name!r} is also in another file of this checkpoint"
+                        f"{path}: tensor {name!r} (as {raw_name!r}) is found twice, also in "
+                        f"{self._entries[name].path.name}"
                     )
                 self._entries[name] = entry
 
     def names(self) -> tuple[str, ...]:
+        """Return all names, in the order of the files."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
     def storage_dtype(self, name: str) -> str:
-        """Return the dtype in the file: F32, F16 or BF16."""
+        """Return the dtype in the file, in safetensors' spelling, such as "BF16"."""
         return self._entry(name).dtype
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """Return one tensor widened exactly to float32, C-contiguous, in memory of its own.
 
         Raises:
-            CheckpointError: when there is no tensor of this name.
+            CheckpointError: no such tensor, or not stored as F32, F16 or BF16.
         """
         entry = self._entry(name)
-        stored = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry.dtype]
-        raw = np.fromfile(entry.path, stored, math.prod(entry.shape), offset=entry.start)
+        if entry.dtype not in _FLOATS:
+            raise CheckpointError(f"{name}: weights must be one of {', '.join(_FLOATS)}, got {entry.dtype}")
+        stored = _read(entry)
         if entry.dtype == "BF16":
-            wide = raw.astype(np.uint32)
+            wide = stored.astype(np.uint32)
             wide <<= 16
-            values = wide.view(np.float32)
-        else:
-            values = raw.astype(np.float32, copy=False)
-        return values.reshape(entry.shape)
+            return wide.view(np.float32)
+        return stored.astype(np.float32, copy=False)
+
+    def int32(self, name: str) -> npt.NDArray[np.int32]:
+        """Return one integer tensor as int32.
+
+        Raises:
+            CheckpointError: no such tensor, not stored as I32 or I64, or values outside int32.
+        """
+        entry = self._entry(name)
+        if entry.dtype not in _INTEGERS:
+            raise CheckpointError(
+                f"{name}: token ids must be one of {', '.join(_INTEGERS)}, got {entry.dtype}"
+            )
+        wide = _read(entry).astype(np.int64)
+        if wide.size and (wide.min() < -(2**31) or wide.max() >= 2**31):
+            raise CheckpointError(f"{name}: values must fit in int32, got {wide.min()} .. {wide.max()}")
+        return wide.astype(np.int32)
 
     def _entry(self, name: str) -> _Entry:
         try:
@@ -119,6 +153,14 @@ def open_safetensors(folder: Path) -> SafetensorsSource:
     return source
 
 
+def _read(entry: _Entry) -> npt.NDArray[Any]:
+    count = math.prod(entry.shape)
+    flat = np.fromfile(entry.path, _STORED[entry.dtype], count, offset=entry.start)
+    if flat.size != count:
+        raise CheckpointError(f"{entry.path}: ends before its last tensor does")
+    return flat.reshape(entry.shape)
+
+
 def _read_header(path: Path) -> dict[str, _Entry]:
     try:
         data = np.memmap(path, np.uint8, "r")
@@ -137,13 +179,13 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise CheckpointError(f"{path}: the safetensors header cannot be read ({error!r})") from error
     entries = {}
     for name, (dtype, shape, begin, end) in described.items():
-        if dtype not in _ITEM_BYTES:
+        if dtype not in _STORED:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has dtype {dtype}, allowed are {', '.join(_ITEM_BYTES)}"
+                f"{path}: tensor {name!r} has dtype {dtype}, allowed are {', '.join(_STORED)}"
             )
         start, stop = 8 + header_bytes + begin, 8 + header_bytes + end
-        want = math.prod(shape) * _ITEM_BYTES[dtype]
-        if end - begin != want or begin < 0 or stop > len(data):
+        want = math.prod(shape) * np.dtype(_STORED[dtype]).itemsize
+        if end - begin != want or min(begin, *shape, 0) < 0 or stop > len(data):
             raise CheckpointError(
                 f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {want} bytes, "
                 f"the file gives bytes {begin} to {end} of {len(data) - 8 - header_bytes}"
@@ -160,3 +202,58 @@ def _described(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 
 def _shown(files: Sequence[Path]) -> str:
     return str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, npt.NDArray[np.generic]], *, float_format: FloatFormat = "float32"
+) -> None:
+    """Write one safetensors file; float arrays are stored as `float_format`, int32 arrays as they are.
+
+    Raises:
+        CheckpointError: a value that is not finite or does not fit `float_format`, or an array of another
+            kind.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    blobs: list[npt.NDArray[np.generic]] = []
+    offset = 0
+    for name in sorted(tensors):
+        dtype, stored = _store(name, tensors[name], float_format)
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(stored.shape),
+            "data_offsets": [offset, offset + stored.nbytes],
+        }
+        blobs.append(stored)
+        offset += stored.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for blob in blobs:
+            stream.write(np.ascontiguousarray(blob).tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _store(
+    name: str, array: npt.NDArray[np.generic], float_format: FloatFormat
+) -> tuple[str, npt.NDArray[np.generic]]:
+    if array.dtype == np.int32:
+        return "I32", array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise CheckpointError(f"{name}: float or int32 arrays can be written, got {array.dtype}")
+    wide = array.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise CheckpointError(f"{name}: holds values that are not finite")
+    if float_format == "float32":
+        return "F32", wide
+    if float_format == "float16":
+        largest = float(np.abs(wide).max(initial=0.0))
+        if largest > float(np.finfo(np.float16).max):
+            raise CheckpointError(f"{name}: {largest:g} does not fit float16, use bfloat16 or float32")
+        return "F16", wide.astype(np.float16)
+    bits = wide.view(np.uint32)
+    # Round to nearest, ties to even, before the low half is dropped.
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return "BF16", (rounded >> np.uint32(16)).astype(np.uint16)

@@ -27,7 +27,6 @@ __all__ = [
     "rejection_acceptance",
     "rejection_step",
     "verify_chain",
-    "verify_greedy_batch",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -107,28 +106,6 @@ def verify_chain(
         if accepted == len(drafts) or token_id != drafts[accepted]:
             return Verdict(accepted, (*drafted, token_id), None if labels is None else tuple(labels))
         accepted += 1
-
-
-def verify_greedy_batch(argmax: Int32, row_start: Int32, drafts: Int32, verify_len: Int32) -> Int32:
-    """Count the accepted drafts of many sequences whose tokens are plain arg-maxes.
-
-    Arguments:
-        argmax: [M] arg-max of every logit row.
-        row_start: [R] first of the 1 + verify_len rows of each sequence.
-        drafts: [R, G], undefined from verify_len on.
-        verify_len: [R], at most G.
-
-    Returns:
-        int32 [R]; the added token of sequence i is argmax[row_start[i] + accepted[i]].
-    """
-    num_sequences, block_size = drafts.shape
-    if num_sequences == 0 or block_size == 0:
-        return np.zeros(num_sequences, np.int32)
-    steps = np.arange(block_size)
-    rows = np.minimum(row_start[:, None] + steps, len(argmax) - 1)  # [R, G]
-    hit = (argmax[rows] == drafts) & (steps < verify_len[:, None])
-    accepted = np.where(hit.all(axis=1), block_size, hit.argmin(axis=1))
-    return accepted.astype(np.int32)
 
 
 def rejection_step(
