@@ -32,6 +32,12 @@ __all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter", "save_l
 Progress = Callable[[str], None]
 
 
+INT8_NOTICE = (
+    "int8 weights and activations trade quality for speed: the most likely token differs from float32's in 6.6 % of "
+    "rows on SmolLM2-135M (bfloat16: 0.4 %); speculation leaves the int8 answers as they are (docs/benchmarks.md)"
+)
+
+
 def _silent(_message: str) -> None:
     return None
 
@@ -86,6 +92,8 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         checkpoint, executor=executor, dtype=dtype, layer_ids=outline.feature_layer_ids, config=config
     )
     progress(f"target {checkpoint.config.architecture}, executor {target.name}, {target.dtype}")
+    if target.dtype == "int8":
+        progress(INT8_NOTICE)
     drafter = load_drafter(
         spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
     )
