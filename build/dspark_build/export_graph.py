@@ -15,7 +15,17 @@ import onnx
 from dspark.executors.tensorrt_bindings import Binding, DType
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["DOMAIN", "ELEMENT_TYPES", "IR_VERSION", "OPSET", "Graph", "plugin_attributes", "value_info"]
+__all__ = [
+    "DOMAIN",
+    "ELEMENT_TYPES",
+    "IR_VERSION",
+    "OPSET",
+    "Graph",
+    "body_function",
+    "finished_model",
+    "plugin_attributes",
+    "value_info",
+]
 
 DOMAIN = "dspark"
 OPSET = 23
@@ -38,6 +48,46 @@ def value_info(binding: Binding, *, name: str | None = None) -> onnx.ValueInfoPr
     """Return a graph's input or output of a binding."""
     return helper.make_tensor_value_info(
         name or binding.name, ELEMENT_TYPES[binding.dtype], list(binding.shape)
+    )
+
+
+def body_function(
+    kind: str, g: Graph, *, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str]
+) -> onnx.FunctionProto:
+    """Return the reference body of an operation of our domain."""
+    return helper.make_function(
+        DOMAIN,
+        kind,
+        list(inputs),
+        list(outputs),
+        g.nodes,
+        [helper.make_opsetid("", OPSET)],
+        [*attributes, *plugin_attributes()],
+    )
+
+
+def finished_model(
+    g: Graph,
+    name: str,
+    bindings: Sequence[Binding],
+    tensors: Sequence[TensorProto],
+    functions: Sequence[onnx.FunctionProto],
+) -> onnx.ModelProto:
+    """Return the model of a graph whose inputs and outputs are those bindings; weights stay initializers."""
+    graph = helper.make_graph(
+        g.nodes,
+        name,
+        [value_info(b) for b in bindings if b.kind in ("input", "cache")],
+        [value_info(b) for b in bindings if b.kind == "output"]
+        + [value_info(b, name=b.alias) for b in bindings if b.kind == "cache"],
+        list(tensors),
+    )
+    return helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        functions=list(functions),
+        ir_version=IR_VERSION,
+        producer_name="dspark-build",
     )
 
 
@@ -138,6 +188,29 @@ class Graph:
         graph = helper.make_graph(inner.nodes, self.fresh("body"), inputs, outputs)
         always = self.constant(np.array(True))
         return self.op_of("Loop", trips, always, *carried, outputs=len(carried), body=graph)
+
+    def choose(
+        self,
+        condition: str,
+        then: Callable[[Graph], list[str]],
+        otherwise: Callable[[Graph], list[str]],
+    ) -> list[str]:
+        """Run one of two bodies, which see the values of this graph and give back equally many.
+
+        Arguments:
+            condition: [] bool.
+        """
+        bodies = {}
+        for name, body in (("then_branch", then), ("else_branch", otherwise)):
+            inner = Graph(self)
+            results = [inner.op("Identity", one) for one in body(inner)]
+            outputs = [onnx.ValueInfoProto(name=one) for one in results]
+            bodies[name] = helper.make_graph(inner.nodes, self.fresh("branch"), [], outputs)
+        return self.op_of("If", condition, outputs=len(bodies["then_branch"].output), **bodies)
+
+    def any(self, flags: str) -> str:
+        """Return whether one of bool flags [n] is set, [] bool."""
+        return self.op("Cast", self.op("ReduceMax", self.to(flags, "i32"), keepdims=0), to=TensorProto.BOOL)
 
     def rms_norm(self, x: str, weight: str, eps: float) -> str:
         """Return x over its root mean square along the last axis, times a weight; summed in fp32."""

@@ -39,3 +39,7 @@ class WeightFile:
             tensor.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
         self.tensors.append(tensor)
         return name
+
+    def share(self, tensor: TensorProto) -> None:
+        """Take a tensor whose data lies in another file beside the model."""
+        self.tensors.append(tensor)
