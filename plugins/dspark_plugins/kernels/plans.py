@@ -108,6 +108,7 @@ def attention(
     """
     wide = dtype == "fp32"
     tile = _tile(fixed_rows or rows, num_heads // num_kv_heads)
+    whole = tile == 32 and not split and not fixed_rows  # with 4 warps the compiler spills on sm 80
     return Variant(
         "attention_kernel",
         {
@@ -125,7 +126,7 @@ def attention(
             "SPLIT": split,
             "DOT": "ieee" if wide else "tf32",
         },
-        num_warps=8 if tile == _WIDEST_TILE else 4,  # no spills
+        num_warps=8 if whole or tile == _WIDEST_TILE else 4,  # no spills
         num_stages=3,  # page numbers, then keys and values, one tile ahead
         max_registers=255,
         dtypes={"io": dtype, "input": input_dtype},
