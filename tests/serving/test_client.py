@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 from dspark_client.cli import main
 from dspark_client.connection import Connection, RequestFailedError, ServerUnavailableError
-from support.server import command, until
+from support.server import command, until_idle
 
 pytestmark = pytest.mark.server
 
@@ -83,7 +84,7 @@ def test_a_connection_answers_again_after_an_error_and_after_leaving(server):
             len(connection.generate("hi", options={"max_tokens": 3, "ignore_eos": True}).run().output_ids)
             == 3
         )
-    until(lambda: command(server, "stats")["open"] == 0)
+    until_idle(server)
 
 
 def test_a_time_out_is_told_and_frees_the_server(server):
@@ -92,7 +93,7 @@ def test_a_time_out_is_told_and_frees_the_server(server):
         generation = connection.generate("hi", options={"max_tokens": 3000, "ignore_eos": True})
         with pytest.raises(RequestFailedError, match=r"no answer within 0\.3 s"):
             generation.run()
-    until(lambda: command(server, "stats")["open"] == 0)
+    until_idle(server)
 
 
 def test_ctrl_c_stops_the_answer_and_frees_the_pages(server):
@@ -102,11 +103,16 @@ def test_ctrl_c_stops_the_answer_and_frees_the_pages(server):
     client = subprocess.Popen(
         [sys.executable, "-c", program, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert os.read(client.stdout.fileno(), 1)
-    client.send_signal(signal.SIGINT)
-    _, said = client.communicate(timeout=20)
+    try:
+        assert select.select([client.stdout], [], [], 60)[0], "it never said anything"
+        assert os.read(client.stdout.fileno(), 1)
+        client.send_signal(signal.SIGINT)
+        _, said = client.communicate(timeout=60)
+    finally:
+        client.kill()  # no more than a word to one that has ended
+        client.communicate(timeout=60)
     assert client.returncode == 130 and b"Traceback" not in said
-    until(lambda: command(server, "stats")["pages_held"] == 0)
+    until_idle(server)
 
 
 def test_the_demo_compares_and_writes_its_figures(server, tmp_path, capsys):

@@ -23,7 +23,7 @@ def sent(server, arrays, *, outputs, parameters=None, request_id="1"):
     """Send as both clients do: start the stream, send, stop the stream, read what came."""
     received = queue.Queue()
     client = grpc_client.InferenceServerClient(server.grpc_url)
-    client.start_stream(callback=lambda result, error: received.put(error or result))
+    client.start_stream(callback=lambda result, error: received.put(error or result), stream_timeout=60)
     client.async_stream_infer(
         "dspark",
         [prepared(name, array) for name, array in arrays.items()],
@@ -78,7 +78,7 @@ def test_tensorrt_llm_grpc(server, stream):
     assert last.as_numpy("cum_log_probs")[0] == pytest.approx(log_probs.sum(), rel=1e-4)
     names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
     times = [int(last.as_numpy(name)[0]) for name in names]
-    assert times == sorted(times) and 0 < times[-1] - times[0] < 20e9
+    assert times == sorted(times) and 0 < times[-1] - times[0] < 60e9
     pages = [
         int(last.as_numpy(f"kv_cache_{name}_blocks")[0]) for name in ("alloc_total", "alloc_new", "reused")
     ]
@@ -188,7 +188,7 @@ def posted(server, path, body):
     request = urllib.request.Request(
         f"{server.http_url}/v2/models/dspark/{path}", data=json.dumps(body).encode()
     )
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read().decode()
     if path == "generate":
         return [json.loads(text)]

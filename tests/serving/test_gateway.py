@@ -1,8 +1,8 @@
 """The gateway in front of a real server, asked by OpenAI's own client."""
 
+import http.client
 import json
 import socket
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from dspark.serving.gateway_process import GatewayProcess
-from support.server import ask, command, until
+from support.server import ask, command, until, until_idle
 
 pytestmark = pytest.mark.server
 
@@ -41,7 +41,7 @@ def gateway(running_server, tmp_path_factory):
 
 @pytest.fixture
 def client(gateway, server):  # noqa: ARG001  (server checks that every page is back)
-    with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0) as made:
+    with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -214,27 +214,54 @@ def test_other_models_other_paths_and_broken_bodies_are_refused(client):
     for body in (b"{", b"\xff\xfe", b'{"model": "dspark", "prompt": "\\ud800"}', b"[" * 100_000, b""):
         with pytest.raises(urllib.error.HTTPError) as answer:
             urllib.request.urlopen(
-                urllib.request.Request(f"{client.base_url}completions", data=body), timeout=10
+                urllib.request.Request(f"{client.base_url}completions", data=body), timeout=60
             )
         with answer.value as error:
             assert error.code == 400 and json.loads(error.read())["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_pages(client, server, stream):
-    command(server, "slow")
-    cancelled = command(server, "stats")["num_cancelled"]
-    given = {"messages": HI, "max_tokens": 3000, "extra_body": NO_END, **GREEDY}
+def test_a_client_that_leaves_frees_its_pages(client, gateway, server, stream):
+    cancelled = command(server, "slow")["num_cancelled"]
+    given = {"messages": HI, "max_tokens": 3000, **NO_END, **GREEDY}
     if stream:
-        made = client.chat.completions.create(**given, stream=True)
+        made = client.chat.completions.create(
+            messages=HI, max_tokens=3000, extra_body=NO_END, stream=True, **GREEDY
+        )
         next(iter(made))
         made.close()
     else:
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.5).chat.completions.create(**given)
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
+        connection.request("POST", "/v1/chat/completions", json.dumps(given))
+        until(lambda: command(server, "stats")["num_running"] == 1)
+        connection.close()
     until(lambda: command(server, "stats")["num_cancelled"] == cancelled + 1)
-    assert command(server, "stats")["pages_held"] == 0
-    command(server, "fast")
+    until_idle(server)
+
+
+def test_a_reader_that_never_reads_holds_nobody_up_and_can_be_left(client, gateway, server):
+    """Its answer is larger than what sockets hold, so the gateway has to wait with it, and with it alone."""
+    body = {
+        "messages": HI,
+        "max_tokens": 3000,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": True,
+        **NO_END,
+        **GREEDY,
+    }
+    text = json.dumps(body).encode()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.settimeout(60)
+        deaf.connect(("127.0.0.1", gateway.port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+        deaf.sendall(head.encode() + text)
+        until_idle(server)  # the engine is through with it
+        alone = ask(server, messages=json.dumps(HI), max_tokens=12, temperature=0.0, ignore_eos=True)
+        made = client.chat.completions.create(messages=HI, max_tokens=12, extra_body=NO_END, **GREEDY)
+        assert made.choices[0].message.content == alone.text
+    assert client.models.list().data
 
 
 def test_eight_clients_at_once(client):
@@ -265,10 +292,9 @@ def test_a_model_that_cannot_be_reached_is_unavailable(tmp_path):
     )
     process.start()
     try:
-        with openai.OpenAI(base_url=process.url, api_key="none", max_retries=0) as client:
-            started_s = time.monotonic()
+        with openai.OpenAI(base_url=process.url, api_key="none", max_retries=0, timeout=60) as client:
             with pytest.raises(openai.InternalServerError) as caught:
                 client.completions.create(model="m", prompt="x")
-            assert caught.value.status_code == 503 and time.monotonic() - started_s < 10
+            assert caught.value.status_code == 503
     finally:
         process.stop()

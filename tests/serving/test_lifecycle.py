@@ -3,9 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +11,11 @@ import pytest
 from dspark.errors import ConfigError, EngineError
 from support.server import (
     Ask,
+    Serve,
     ask,
     children,
     command,
     is_running,
-    killed_at_the_end,
     server_process,
     shared_memory,
     until,
@@ -84,48 +81,18 @@ def test_requests_that_outlive_the_drain_get_an_error_and_the_server_ends(reposi
         pids = [server.pid, *children(server.pid)]
         started_s = time.monotonic()
         assert not server.stop(drain_timeout_s=0.5)
-        assert time.monotonic() - started_s < 12
+        assert time.monotonic() - started_s < 60
         reply = running.wait()
-    assert reply.error is not None and "[UNAVAILABLE]" in reply.error
+    assert len(reply.ids) < 3000 and reply.error is not None and "[UNAVAILABLE]" in reply.error
     until(lambda: not any(is_running(pid) for pid in pids))
-
-
-class Serve:
-    """`dspark serve` as a process of its own."""
-
-    def __init__(self, *arguments):
-        code = "import sys; from dspark.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
-        ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *ports, *map(str, arguments)], stderr=subprocess.PIPE, text=True
-        )
-        self.said = ""
-
-    def until_says(self, word):
-        limit = threading.Timer(90, self.process.kill)  # then its output ends, and with it the loop
-        limit.start()
-        try:
-            for line in self.process.stderr:
-                self.said += line
-                if word in line:
-                    return line
-            raise AssertionError(f"never said {word!r}:\n{self.said}")
-        finally:
-            limit.cancel()
-
-    def ends(self, timeout_s=30):
-        _, rest = self.process.communicate(timeout=timeout_s)
-        self.said += rest
-        return self.process.returncode
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_dspark_serve_stops_cleanly_on_a_signal(repository, tmp_path, number):
-    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log")
-    serve.until_says("ready: grpc 127.0.0.1:")
-    pids = children(serve.process.pid)
-    assert len(pids) >= 2  # the server and the model's process
-    with killed_at_the_end(pids):
+    with Serve("--model-repository", repository, "--log-file", tmp_path / "log") as serve:
+        serve.until_says("ready: grpc 127.0.0.1:")
+        pids = serve.children()
+        assert len(pids) >= 2  # the server and the model's process
         serve.process.send_signal(number)
         assert serve.ends() == 0, serve.said
         until(lambda: not any(is_running(pid) for pid in pids))
@@ -133,30 +100,35 @@ def test_dspark_serve_stops_cleanly_on_a_signal(repository, tmp_path, number):
 
 @pytest.mark.parametrize("victim", ["launcher", "server"])
 def test_nothing_outlives_a_killed_process(repository, tmp_path, victim):
-    serve = Serve("--model-repository", repository, "--log-file", tmp_path / "log", "--max-restarts", 0)
-    serve.until_says("ready: grpc 127.0.0.1:")
-    pids = children(serve.process.pid)
-    regions = shared_memory(pids[0])
-    assert regions
-    with killed_at_the_end([serve.process.pid, *pids]):
+    given = ["--model-repository", repository, "--log-file", tmp_path / "log", "--max-restarts", 0]
+    with Serve(*given) as serve:
+        serve.until_says("ready: grpc 127.0.0.1:")
+        pids = serve.children()
+        regions = shared_memory(pids[0])
+        assert regions
         os.kill(serve.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
         until(lambda: not any(is_running(pid) for pid in pids))
         assert serve.ends() == (-signal.SIGKILL if victim == "launcher" else 1)
-    assert not any(region.exists() for region in regions)
-    if victim == "server":
-        assert "ended on its own" in serve.said
+        assert not any(region.exists() for region in regions)
+        if victim == "server":
+            assert "ended on its own" in serve.said
 
 
 def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"model_type": "mamba"}')
-    serve = Serve(
-        "--model-repository", repository, "--target", tmp_path / "target", "--log-file", tmp_path / "log"
-    )
-    with killed_at_the_end([]):
+    given = [
+        "--model-repository",
+        repository,
+        "--target",
+        tmp_path / "target",
+        "--log-file",
+        tmp_path / "log",
+    ]
+    with Serve(*given) as serve:
         assert serve.ends() == 1
-    assert "[INVALID_ARG] " in serve.said and "model.safetensors" in serve.said
-    assert "Traceback" not in serve.said
+        assert "[INVALID_ARG] " in serve.said and "model.safetensors" in serve.said
+        assert "Traceback" not in serve.said
 
 
 @pytest.mark.parametrize(
@@ -172,9 +144,9 @@ def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_p
 def test_dspark_serve_refuses_what_it_cannot_start(repository, arguments, said):
     if "--model-repository" not in arguments:
         arguments = ["--model-repository", repository, *arguments]
-    serve = Serve(*arguments)
-    assert serve.ends() == 2
-    assert said in serve.said and "Traceback" not in serve.said
+    with Serve(*arguments) as serve:
+        assert serve.ends() == 2
+        assert said in serve.said and "Traceback" not in serve.said
 
 
 def test_a_taken_port_is_named(repository):

@@ -3,65 +3,36 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
 from dspark.errors import EngineError
 from dspark.serving.supervisor import Supervisor
-from support.server import Ask, ask, children, command, is_running, killed_at_the_end, until
+from support.server import Ask, Serve, ask, children, command, is_running, until
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 3000, "stream": True}
-
-
-class Serve:
-    """`dspark serve` as a process of its own, with a gateway; `said` gathers what it tells."""
-
-    def __init__(self, repository, log_file):
-        code = "import sys; from dspark.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
-        ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics", "openai")]
-        given = ["--model-repository", repository, "--log-file", log_file, "--drain-timeout", "5"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *ports, *map(str, given)], stderr=subprocess.PIPE, text=True
-        )
-        self.said = ""
-
-    def until_says(self, word):
-        limit = threading.Timer(90, self.process.kill)  # then its output ends, and with it the loop
-        limit.start()
-        try:
-            for line in self.process.stderr:
-                self.said += line
-                if word in line:
-                    return line
-            raise AssertionError(f"never said {word!r}:\n{self.said}")
-        finally:
-            limit.cancel()
 
 
 def model_process(server_pid):
     """Return the stub, by the name that Triton gives it."""
     for pid in children(server_pid):
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"triton_python_backend_stub" in file.read().split(b"\0")[0]:
-                return pid
+        if b"triton_python_backend_stub" in b"".join(command_line(pid)[:1]):
+            return pid
     raise AssertionError("no stub")
 
 
 @pytest.mark.server
 def test_what_died_is_started_anew_on_the_same_ports(repository, tmp_path):
-    serve = Serve(repository, tmp_path / "log")
-    ready = serve.until_says("ready: grpc ")
-    urls = re.search(r"grpc (\S+), http (\S+), metrics (\S+), openai (\S+)", ready)
-    server = SimpleNamespace(grpc_url=urls[1])
-    with killed_at_the_end([serve.process.pid]), serve.process:
+    given = ["--model-repository", repository, "--log-file", tmp_path / "log", "--drain-timeout", 5]
+    with Serve(*given, openai=True) as serve:
+        ready = serve.until_says("ready: grpc ")
+        urls = re.search(r"grpc (\S+), http (\S+), metrics (\S+), openai (\S+)", ready)
+        server = SimpleNamespace(grpc_url=urls[1])
         first = ask(server, text_input="x", max_tokens=9, temperature=0.0, ignore_eos=True)
 
         # The stub is killed in the middle of an answer: the client hears of it.
-        triton = next(pid for pid in children(serve.process.pid) if is_triton(pid))
+        triton = next(pid for pid in serve.children() if is_triton(pid))
         running = Ask(server, text_input="x", **LONG)
         running.next()
         os.kill(model_process(triton), signal.SIGKILL)
@@ -72,29 +43,41 @@ def test_what_died_is_started_anew_on_the_same_ports(repository, tmp_path):
         assert ask(server, text_input="x", max_tokens=9, temperature=0.0, ignore_eos=True).ids == first.ids
 
         # The gateway.
-        gateway = next(pid for pid in children(serve.process.pid) if not is_triton(pid))
+        gateway = next(pid for pid in serve.children() if is_gateway(pid))
         os.kill(gateway, signal.SIGKILL)
         serve.until_says("the gateway ended on its own with status -9: starting it anew in 1 s")
         serve.until_says("ready again")
-        with urllib.request.urlopen(f"{urls[4]}/models", timeout=10) as response:
+        with urllib.request.urlopen(f"{urls[4]}/models", timeout=60) as response:
             assert response.status == 200
 
         # The engine.
         command(server, "die")
-        Ask(server, text_input="x", **LONG)
+        dying = Ask(server, text_input="x", **LONG)
         serve.until_says("the engine died: starting it anew in 2 s")
+        assert dying.wait().error is not None
         serve.until_says("ready again")
         assert ask(server, text_input="x", max_tokens=9, temperature=0.0, ignore_eos=True).ids == first.ids
 
-        pids = children(serve.process.pid)
+        pids = serve.children()
         serve.process.send_signal(signal.SIGTERM)
-        assert serve.process.wait(30) == 0
+        assert serve.ends() == 0
         until(lambda: not any(is_running(pid) for pid in pids))
 
 
+def command_line(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:  # it has ended meanwhile
+        return []
+
+
 def is_triton(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return b"tritonserver" in file.read().split(b"\0")[0]
+    return b"tritonserver" in b"".join(command_line(pid)[:1])
+
+
+def is_gateway(pid):
+    return b"dspark.gateway" in command_line(pid)
 
 
 class Fragile:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import shutil
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tritonclient.grpc as grpc_client
 from dspark.serving.contract import INPUTS_BY_NAME, config_pbtxt
 from dspark.serving.process import ServerOptions, ServerProcess
@@ -96,7 +99,7 @@ class Ask:
             enable_empty_final_response=True,
         )
 
-    def next(self, timeout_s: float = 20) -> bool:
+    def next(self, timeout_s: float = 60) -> bool:
         """Read one response; return whether it was the last."""
         result, error = self._received.get(timeout=timeout_s)
         if error is not None:
@@ -153,11 +156,94 @@ def command(server: ServerProcess, name: str) -> dict[str, Any]:
     return counters
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Wait for what must happen; the limit is for what never does, on however busy a machine."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.05)
+
+
+def until_idle(server: ServerProcess) -> dict[str, Any]:
+    """Wait until no request is open and every page is back; return the counters of then.
+
+    All in one look: the counters are of the engine's last step, which an answer may leave before.
+    """
+    counters: dict[str, Any] = {}
+
+    def idle() -> bool:
+        counters.update(command(server, "stats"))
+        return not any(counters[name] for name in ("open", "num_running", "num_waiting", "pages_held"))
+
+    try:
+        until(idle)
+    except AssertionError:
+        raise AssertionError(f"never idle: {counters}") from None
+    return counters
+
+
+class Serve:
+    """`dspark serve` as a process of its own; a context manager that leaves nothing running.
+
+    `said` gathers what it tells. Every wait ends: after `limit_s` the process is killed.
+    """
+
+    def __init__(self, *arguments: object, openai: bool = False, limit_s: float = 120.0) -> None:
+        code = "import sys; from dspark.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+        names = ("grpc", "http", "metrics", *(("openai",) if openai else ()))
+        ports = [f"--{name}-port=0" for name in names]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *ports, *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        )
+        self.said = ""
+        self._limit_s = limit_s
+        self._seen: set[psutil.Process] = set()  # descendants, which a killed launcher may leave behind
+
+    def __enter__(self) -> Serve:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.children()
+        if self.process.poll() is None:
+            self.process.kill()
+        for descendant in self._seen:
+            with contextlib.suppress(psutil.Error):  # it knows a later process of the same id
+                descendant.kill()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        self.process.wait(self._limit_s)
+
+    def children(self) -> list[int]:
+        """Return the process ids of all descendants."""
+        found = children(self.process.pid)
+        for pid in found:
+            with contextlib.suppress(psutil.Error):
+                self._seen.add(psutil.Process(pid))
+        return found
+
+    def until_says(self, word: str) -> str:
+        """Return the line that holds the word."""
+        assert self.process.stderr is not None
+        limit = threading.Timer(
+            self._limit_s, self.process.kill
+        )  # its output ends then, and with it the loop
+        limit.start()
+        try:
+            for line in self.process.stderr:
+                self.said += line
+                if word in line:
+                    self.children()
+                    return line
+            raise AssertionError(f"never said {word!r}:\n{self.said}")
+        finally:
+            limit.cancel()
+
+    def ends(self) -> int:
+        """Wait for its end; return its exit status."""
+        self.children()
+        _, rest = self.process.communicate(timeout=self._limit_s)
+        self.said += rest
+        return self.process.returncode
 
 
 def children(pid: int) -> list[int]:
@@ -186,14 +272,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def killed_at_the_end(pids: list[int]) -> Iterator[None]:
-    """Kill what a failing test left running."""
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)

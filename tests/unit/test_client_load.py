@@ -6,7 +6,7 @@ import pytest
 from dspark_client.cli import main
 from dspark_client.load import figures_of, load_test
 from dspark_client.load_plan import Load, Mode, parse_loads, parse_modes
-from dspark_client.perf_analyzer import LoadFailedError, Trace, _reason, _traces
+from dspark_client.perf_analyzer import LoadFailedError, PerfAnalyzer, Trace, _reason, _traces
 
 
 def test_figures_of_two_users_worked_by_hand():
@@ -116,3 +116,26 @@ def test_a_burst_that_cannot_be_read_is_refused(burst, capsys):
     with pytest.raises(SystemExit):
         main(["load", "--burst", burst])
     assert "N:SECONDS" in capsys.readouterr().err
+
+
+def test_a_program_that_falls_is_run_once_more(tmp_path):
+    """perf_analyzer 2.51 falls now and then, and leaves an empty export behind."""
+    program = tmp_path / "perf_analyzer"
+    request = {
+        "timestamp": 10**9,
+        "response_timestamps": [2 * 10**9],
+        "response_outputs": [{"num_output_tokens": 3}],
+    }
+    (tmp_path / "good").write_text(json.dumps({"experiments": [{"requests": [request]}]}))
+    program.write_text(
+        f"""#!/bin/sh
+while [ "$1" != --profile-export-file ]; do shift; done
+if [ -e {tmp_path}/fallen ]; then cp {tmp_path}/good "$2"; exit 0; fi
+touch {tmp_path}/fallen; : > "$2"; kill -SEGV $$
+"""
+    )
+    program.chmod(0o755)
+    analyzer = PerfAnalyzer.__new__(PerfAnalyzer)
+    analyzer._program = str(program)
+    traces = analyzer.run("host:1", "dspark", [{"text_input": "x"}], [], timeout_s=60)
+    assert traces == [Trace(1.0, (2.0,), (3,))] and (tmp_path / "fallen").exists()

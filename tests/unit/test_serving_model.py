@@ -28,7 +28,7 @@ def request(**kwargs):
 
 
 def until(condition):
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.001)

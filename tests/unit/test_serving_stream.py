@@ -69,7 +69,7 @@ def out(text, *ids, **fields):
 
 
 def until(condition):
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.001)
@@ -103,17 +103,13 @@ def test_what_piles_up_behind_a_slow_sender_leaves_as_one_response(outbox):
 
 
 def test_responses_are_joined_when_there_would_be_too_many_but_first_and_last_leave_at_once():
-    outbox = Outbox(
-        engine_alive=lambda: True, responses_per_s=2.0
-    )  # one stream: one response in half a second
+    outbox = Outbox(engine_alive=lambda: True, responses_per_s=0.001)  # one stream: one response in 1000 s
     stream, sender = opened(outbox)
-    started_s = time.monotonic()
     for index in range(8):
         stream.emit(out("a", index))
         until(lambda: sender.sent)
     stream.emit(out("z", 9, finish_reason="stop"))
     until(lambda: sender.finals)
-    assert time.monotonic() - started_s < 0.4
     assert [answer["text_output"] for answer in sender.sent] == [[b"a"], [b"aaaaaaaz"]]
     outbox.close()
 
@@ -126,7 +122,7 @@ def test_a_joined_response_leaves_when_its_time_has_come():
         stream.emit(out("a", index))
         until(lambda: sender.sent)
     until(lambda: sender.text == "aaa")
-    assert len(sender.sent) == 2 and 0.045 < time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s > 0.045, "the second before its time"
     stream.emit(out("", finish_reason="stop"))
     outbox.close()
 

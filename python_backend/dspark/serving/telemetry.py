@@ -301,6 +301,7 @@ class MetricsThread:
         self._stats = stats
         self._interval_s = interval_s
         self.busy_s = 0.0  # processor time spent since the start
+        self.num_flushes = 0  # that have ended
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dspark-metrics", daemon=True)
         self._thread.start()
@@ -320,6 +321,7 @@ class MetricsThread:
             except Exception:  # metrics are no reason to stop serving
                 _log.exception("the metrics could not be written; they are tried again")
             self.busy_s += time.thread_time() - started_s
+            self.num_flushes += 1
 
 
 _Value = TypeVar("_Value")
