@@ -68,6 +68,12 @@ COMMANDS = (
         "compile the GPU kernels ahead of time, no GPU needed",
         "dspark-build kernels --sm 80,86,89,90,100,120 --out out/kernels",
     ),
+    _Command(
+        "export",
+        "dspark_build.export",
+        "write target and drafter as ONNX files for TensorRT and ONNX Runtime",
+        "dspark-build export --target model.gguf --drafter out/run/drafter --out out/onnx --precision bf16",
+    ),
 )
 
 

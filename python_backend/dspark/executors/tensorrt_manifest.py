@@ -1,0 +1,156 @@
+"""export.json: what a folder of exported graphs was made from, and whether it fits what is to be served.
+
+Written by `dspark-build export`, read by the engine builder and the runtime. Knows files, neither ONNX nor TensorRT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from dspark.errors import CheckpointError
+from dspark.executors.tensorrt_bindings import Binding, Precision
+
+__all__ = ["EXPORT_NAME", "ExportManifest", "ExportedFile", "check_files", "check_pair", "load_export"]
+
+EXPORT_NAME = "export.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedFile:
+    """One file beside the manifest."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportManifest:
+    """What the graphs are. `drafter_hash` is empty and `block_size` 0 without a drafter."""
+
+    tools: dict[str, str]  # versions of dspark and onnx, opset of the operations
+    inputs: str  # hash of all that the files were made from
+    target_hash: str  # model_hash of the target
+    drafter_hash: str  # digest of the drafter's folder
+    precision: Precision
+    page_size: int
+    feature_layer_ids: tuple[int, ...]  # -1 = the embedding output
+    block_size: int  # G
+    target_bindings: tuple[Binding, ...]
+    drafter_bindings: tuple[Binding, ...]
+    files: tuple[ExportedFile, ...]
+    format_version: int = FORMAT_VERSION
+
+    def text(self) -> str:
+        """Return the manifest as JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def load_export(folder: Path) -> ExportManifest:
+    """Read a folder's manifest.
+
+    Raises:
+        CheckpointError: there is none, or it is of another format.
+    """
+    path = folder / EXPORT_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format_version must be {FORMAT_VERSION}, got {raw['format_version']!r}"
+            )
+        if raw["precision"] not in get_args(Precision):
+            raise CheckpointError(
+                f"{path}: precision must be one of {', '.join(get_args(Precision))}, got {raw['precision']!r}"
+            )
+        return ExportManifest(
+            **raw
+            | {
+                "feature_layer_ids": tuple(raw["feature_layer_ids"]),
+                "target_bindings": _bindings(raw["target_bindings"]),
+                "drafter_bindings": _bindings(raw["drafter_bindings"]),
+                "files": tuple(ExportedFile(**file) for file in raw["files"]),
+            }
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder}: has no {EXPORT_NAME}; make it with `dspark-build export`"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def _bindings(raw: list[dict[str, Any]]) -> tuple[Binding, ...]:
+    return tuple(Binding(**binding | {"shape": tuple(binding["shape"])}) for binding in raw)
+
+
+def check_files(folder: Path, manifest: ExportManifest, *, contents: bool = False) -> None:
+    """Check that every file is there and whole.
+
+    Arguments:
+        contents: compare hashes too, which reads everything.
+
+    Raises:
+        CheckpointError: names the file and both values.
+    """
+    for file in manifest.files:
+        path = folder / file.name
+        size = path.stat().st_size if path.is_file() else -1
+        if size != file.num_bytes:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise CheckpointError(f"{path}: must have {file.num_bytes} bytes, {found}; export again")
+        if contents:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != file.sha256:
+                raise CheckpointError(
+                    f"{path}: sha256 must be {file.sha256[:16]}..., got {digest[:16]}...; export again"
+                )
+
+
+def check_pair(
+    manifest: ExportManifest,
+    *,
+    target_hash: str,
+    drafter_hash: str,
+    page_size: int,
+    target_bindings: tuple[Binding, ...],
+    drafter_bindings: tuple[Binding, ...],
+) -> None:
+    """Check that an export is of this target and drafter, with this page size, in our words.
+
+    Arguments:
+        drafter_hash: empty without a drafter; an export may hold one that is not used.
+        target_bindings, drafter_bindings: what this version would export.
+
+    Raises:
+        CheckpointError: names the field and both values.
+    """
+    wanted: dict[str, tuple[object, object]] = {
+        "target_hash": (manifest.target_hash, target_hash),
+        "page_size": (manifest.page_size, page_size),
+        "target_bindings": (manifest.target_bindings, target_bindings),
+    }
+    if drafter_hash:
+        wanted["drafter_hash"] = (manifest.drafter_hash or "none", drafter_hash)
+        wanted["drafter_bindings"] = (manifest.drafter_bindings, drafter_bindings)
+    for field, (found, asked) in wanted.items():
+        if found == asked:
+            continue
+        if isinstance(found, tuple) and isinstance(asked, tuple):
+            found, asked = _first_difference(found, asked)
+        raise CheckpointError(f"{field}: the export was made for {found}, asked for is {asked}; export again")
+
+
+def _first_difference(
+    found: tuple[Binding, ...], asked: tuple[Binding, ...]
+) -> tuple[Binding | str, Binding | str]:
+    for mine, theirs in zip(found, asked, strict=False):
+        if mine != theirs:
+            return mine, theirs
+    return f"{len(found)} tensors", f"{len(asked)} tensors"
