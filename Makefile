@@ -7,8 +7,10 @@ PEERS := llama-cpp-python==0.3.36 onnx==1.23.2 onnxruntime==1.32.0 gguf==0.19.0 
 
 ANSWERS := build/data/smollm2-135m
 LAYERS := 9,19,29
+CANCELS := 10000
+SOAK_S := 600
 
-.PHONY: help setup demo serve test check check-native drafter bench bench-native bench-load clean
+.PHONY: help setup demo serve test soak check check-native drafter bench bench-native bench-load clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
@@ -36,6 +38,9 @@ serve: setup ## serve the demo model on 127.0.0.1 until Ctrl-C
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest -q
+
+soak: setup ## 10,000 cancels and ten minutes of mixed traffic; tells memory before and after
+	DSPARK_TEST_CANCELS=$(CANCELS) DSPARK_TEST_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -q -s tests/serving/test_soak.py
 
 check: setup ## format, lint, types
 	$(BIN)/ruff format --check .
