@@ -1,6 +1,6 @@
 """Long abuse leaves nothing behind: no page, no memory, no shared memory, no stream without an end.
 
-Short here; `make soak` runs it at full length (10,000 cancels, ten minutes of mixed traffic) and prints what it measured:
+Short here; `make soak` runs 10,000 cancels and ten minutes of mixed traffic, and prints what it measured:
 DSPARK_TEST_CANCELS is the number of cancels, DSPARK_TEST_SOAK_S the seconds of mixed traffic.
 """
 
