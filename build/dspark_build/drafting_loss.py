@@ -2,8 +2,7 @@
 
     L = ce * CE(q, true token) + tv * ||q - p||_1 + kl * CE(q, p)
 
-Logits over the draft vocabulary are made, used and dropped a few rows at a time, with the gradient written
-    out: what
+Logits over the draft vocabulary are made, used and dropped a few rows at a time, with the gradient written out: what
 autograd would keep (several [slots, Vd] arrays) never exists. The target's distribution is recomputed from
 its final hidden state and normalised over the *whole* vocabulary, so tokens the drafter cannot propose
 count as rejected mass:

@@ -124,7 +124,10 @@ class Trainer:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.device = model.frozen.embedding.device
         self.optimizer = MatrixOptimizer(
-            _groups(self.parameters, settings), lr=settings.lr, weight_decay=settings.weight_decay
+            _groups(self.parameters, settings),
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            round_dtype=model.compute_dtype,
         )
         self.ema = Ema(self.parameters, settings.ema) if settings.ema else None
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
