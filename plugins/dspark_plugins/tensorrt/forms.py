@@ -1,0 +1,100 @@
+"""Compiled kernels as a plan carries them: one architecture's cubins and what a launch needs to know of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dspark_plugins.kernels.plans import Variant
+from dspark_plugins.kernels.signatures import arguments_of
+
+__all__ = ["Form", "decode_forms", "encode_forms", "pick"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One compiled form of a kernel."""
+
+    key: str  # of its variant
+    sm: int
+    symbol: str  # function in the cubin
+    arguments: tuple[tuple[str, str], ...]  # name and type, in order
+    num_threads: int
+    shared_bytes: int  # dynamic shared memory of a program
+    cooperative: bool
+    cubin: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.cubin).hexdigest()
+
+
+def pick(forms: Mapping[str, Form], variant: Variant) -> Form:
+    """Return the compiled form of a variant.
+
+    Raises:
+        ValueError: it is not among them, or was compiled from other sources than these.
+    """
+    form = forms.get(variant.key)
+    if form is None:
+        raise ValueError(f"no compiled kernel {variant.key}, there are {', '.join(forms) or 'none'}")
+    if form.arguments != arguments_of(variant):
+        raise ValueError(
+            f"kernel {variant.key} was compiled with other arguments than this version passes; build the engine anew"
+        )
+    return form
+
+
+def encode_forms(forms: Iterable[Form]) -> tuple[bytes, bytes]:
+    """Return what `decode_forms` takes: a table (JSON) and the packed cubins."""
+    ordered = sorted(forms, key=lambda form: form.key)
+    table = [
+        {
+            "key": form.key,
+            "sm": form.sm,
+            "symbol": form.symbol,
+            "arguments": form.arguments,
+            "num_threads": form.num_threads,
+            "shared_bytes": form.shared_bytes,
+            "cooperative": form.cooperative,
+            "cubin_bytes": len(form.cubin),
+            "sha256": form.sha256,
+        }
+        for form in ordered
+    ]
+    packed = zlib.compress(b"".join(form.cubin for form in ordered), 9)
+    return json.dumps(table, separators=(",", ":")).encode(), packed
+
+
+def decode_forms(table: bytes, packed: bytes) -> dict[str, Form]:
+    """Return forms by their variants' keys.
+
+    Raises:
+        ValueError: the data are damaged.
+    """
+    try:
+        cubins, rows = zlib.decompress(packed), json.loads(table)
+    except (zlib.error, ValueError) as error:
+        raise ValueError(f"the plan's kernels cannot be read: {error}") from error
+    found: dict[str, Form] = {}
+    at = 0
+    for row in rows:
+        cubin = cubins[at : at + row["cubin_bytes"]]
+        at += row["cubin_bytes"]
+        form = Form(
+            key=row["key"],
+            sm=row["sm"],
+            symbol=row["symbol"],
+            arguments=tuple((name, kind) for name, kind in row["arguments"]),
+            num_threads=row["num_threads"],
+            shared_bytes=row["shared_bytes"],
+            cooperative=row["cooperative"],
+            cubin=cubin,
+        )
+        if form.sha256 != row["sha256"]:
+            raise ValueError(f"the plan's kernel {form.key} is damaged: its hash is not {row['sha256']}")
+        found[form.key] = form
+    return found

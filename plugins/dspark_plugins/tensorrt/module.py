@@ -1,0 +1,81 @@
+"""Chooses TensorRT's Python module: `tensorrt` where it is installed (data-centre GPUs), else `tensorrt_rtx`.
+
+The wheel of `tensorrt_rtx` ships `libtensorrt_rtx.so.1` alone, but its ONNX parser opens `libtensorrt_rtx.so` when it
+meets a plugin, and ends the process when that fails. So its libraries are loaded from a folder of ours (in the user's
+cache) in which links give them both names; the folder of the wheel stays as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+__all__ = ["INSTALL", "TensorRTMissingError", "load_tensorrt", "tensorrt_name"]
+
+INSTALL = (
+    "pip install tensorrt-rtx cuda-bindings (builds without a GPU), or NVIDIA's tensorrt on a data-centre GPU"
+)
+
+
+class TensorRTMissingError(ImportError):
+    """Neither module is installed."""
+
+
+def tensorrt_name() -> str | None:
+    """Return the name of the module that `load_tensorrt` would take, None = there is none."""
+    return next((name for name in ("tensorrt", "tensorrt_rtx") if _installed(name)), None)
+
+
+def _installed(name: str) -> bool:
+    """Return whether there is such a package; a mere folder of that name on the path is none."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+@cache
+def load_tensorrt() -> Any:
+    """Import TensorRT.
+
+    Raises:
+        TensorRTMissingError: there is none; says how to install it.
+    """
+    name = tensorrt_name()
+    if name is None:
+        raise TensorRTMissingError(f"TensorRT is not installed: {INSTALL}")
+    if name == "tensorrt_rtx":
+        _load_libraries()
+    return importlib.import_module(name)
+
+
+def _load_libraries() -> None:
+    """Load the wheel's libraries by links of ours; without the wheel of libraries there is nothing to mend."""
+    spec = find_spec("tensorrt_rtx_libs")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    shipped = Path(spec.submodule_search_locations[0])
+    folder = _links_folder(shipped)
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in sorted(shipped.glob("lib*.so.*")):
+        for name in (library.name, library.name.partition(".so")[0] + ".so"):
+            _link(folder / name, library)
+        # Under this path the loader takes our folder for the library's own, and looks for the other name there.
+        ctypes.CDLL(str(folder / library.name))
+
+
+def _links_folder(shipped: Path) -> Path:
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache_home / "dspark" / "tensorrt" / str(shipped).strip("/").replace("/", "-")
+
+
+def _link(path: Path, target: Path) -> None:
+    """Make a link unless it is there; another process may do the same at the same time."""
+    if path.is_symlink() and path.resolve() == target.resolve():
+        return
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.symlink_to(target)
+    fresh.replace(path)
