@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from dspark.serving.contract import INPUTS, InputSpec
 
-__all__ = ["malformed_tensors"]
+__all__ = ["damage_message", "malformed_parameters", "malformed_tensors"]
 
 _TEXTS: tuple[bytes, ...] = (
     b"", b"\xff\xfe", b"\xed\xa0\x80", b"{", b"[]", b"null", b"[1, 2", b'{"a": ' * 50, b"[" * 5000, b"\x00", b"x" * 300,
@@ -51,6 +51,40 @@ def malformed_tensors(rng: random.Random) -> dict[str, np.ndarray]:
         given = {key: rng.choice(_JSON) for key in keys}
         tensors["sampling_parameters"] = np.array([[json.dumps(given).encode()]], dtype=np.object_)
     return tensors
+
+
+def malformed_parameters(rng: random.Random) -> dict[str, bool | int | str]:
+    """Return request parameters, most of them wrong."""
+    names = [*(spec.name for spec in INPUTS), "colour", "priority", "timeout"]
+    values = (True, False, -1, 0, 3, 2**31, "", "x", "-1", "1e400", "{", "[1", "\u202e", "\x00")
+    return {rng.choice(names): rng.choice(values) for _ in range(rng.choice((0, 0, 1, 2)))}
+
+
+def damage_message(rng: random.Random, message: Any) -> None:
+    """Break a ModelInferRequest below the level of values: types, shapes, lengths, names, numbers of tensors."""
+    index = rng.randrange(len(message.inputs)) if message.inputs else None
+    kind = rng.randrange(8)
+    if index is None or kind == 0:
+        message.inputs.add(name="colour", datatype="BYTES", shape=[1, 1])
+    elif kind == 1:
+        message.inputs[index].datatype = rng.choice(("FP16", "INT64", "BYTES", "BOOL", "", "COLOUR"))
+    elif kind == 2:
+        message.inputs[index].shape[:] = rng.choice(
+            ([], [1], [1, 1, 1], [2, 1], [1, 0], [1, 1 << 40], [-1, 1])
+        )
+    elif kind == 3:
+        raw = message.raw_input_contents[index]
+        message.raw_input_contents[index] = rng.choice(
+            (b"", raw[:-1], raw + b"\x00", raw * 2, rng.randbytes(9))
+        )
+    elif kind == 4:
+        message.raw_input_contents[index] = b"\xff\xff\xff\x7fabc"  # a length that is not there
+    elif kind == 5:
+        message.inputs.append(message.inputs[index])  # twice, the contents once
+    elif kind == 6:
+        message.outputs.add(name=rng.choice(("colour", "", "text_output")))
+    else:
+        message.model_version = rng.choice(("7", "x", "-1"))
 
 
 def _array(rng: random.Random, spec: InputSpec) -> np.ndarray:

@@ -13,6 +13,7 @@ from support.server import tensor
 
 __all__ = ["RawChannel", "ids_of"]
 
+_LIMIT_S = 120.0  # of one stream
 _WINDOW_BYTES = 1 << 16  # of one stream; a reader that stops reading stops the server's writes behind so much
 
 
@@ -35,18 +36,29 @@ class RawChannel:
         self._channel.close()
 
     def stream(
-        self, *, request_id: str = "", parameters: dict[str, str] | None = None, **inputs: Any
+        self, *, request_id: str = "", parameters: dict[str, Any] | None = None, **inputs: Any
     ) -> Iterator[Any]:
         """Send one request; return gRPC's own call: iterate to read, `cancel()` to leave."""
+        return self.send(self.message(request_id=request_id, parameters=parameters, **inputs))
+
+    def message(
+        self, *, request_id: str = "", parameters: dict[str, Any] | None = None, **inputs: Any
+    ) -> Any:
+        """Return the request as gRPC sends it."""
         request = service_pb2.ModelInferRequest(model_name="dspark", id=request_id)
         for name, value in inputs.items():
             made = tensor(name, value)
             request.inputs.append(made._get_tensor())
             request.raw_input_contents.append(made._get_content())
         for name, value in (parameters or {}).items():
-            request.parameters[name].string_param = value
+            kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+            setattr(request.parameters[name], kind, value)
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        call: Iterator[Any] = self._stub.ModelStreamInfer(iter([request]), timeout=120)
+        return request
+
+    def send(self, message: Any) -> Iterator[Any]:
+        """Send a message as it is, on a stream of its own."""
+        call: Iterator[Any] = self._stub.ModelStreamInfer(iter([message]), timeout=_LIMIT_S)
         return call
 
 

@@ -300,3 +300,22 @@ def test_stop_words_need_a_tokenizer():
     ids = {"input_ids": np.array([[1]], np.int32)}
     assert parse(ids, tokenizer=None).prompt_ids == (1,)
     assert refusal(ids, tokenizer=None, stop_words=["a"]).field == "stop_words"
+
+
+def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized():
+    class Counting(ByteCodec):
+        def encode(self, text, **options):
+            raise AssertionError("tokenized")
+
+    limits = ModelLimits.of(vocab_size=256, max_context_len=64, tokenizer=Counting())
+    assert limits.longest_token_bytes == 1
+    messages = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 25}]
+    for given in ({"text_input": "é" * 33}, {"messages": json.dumps(messages)}):
+        with pytest.raises(RequestError, match=r"a prompt of 6[56] bytes', allowed is at most 64 bytes"):
+            parse_request(
+                {name: np.array([[text.encode()]], dtype=object) for name, text in given.items()},
+                {},
+                requested_outputs=["text_output"],
+                tokenizer=Counting(),
+                limits=limits,
+            )

@@ -81,6 +81,17 @@ class ModelLimits:
 
     vocab_size: int
     max_context_len: int  # tokens, prompt and answer together
+    longest_token_bytes: int | None = None  # of the vocabulary; None = not known
+
+    @classmethod
+    def of(cls, *, vocab_size: int, max_context_len: int, tokenizer: TextCodec | None) -> ModelLimits:
+        """Return the limits with the longest token of a tokenizer."""
+        longest = None
+        if tokenizer is not None:
+            longest = max(len(tokenizer.token_bytes(token)) for token in range(vocab_size))
+        return cls(
+            vocab_size=vocab_size, max_context_len=max_context_len, longest_token_bytes=longest or None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +180,12 @@ def _prompt_ids(
     elif tokenizer is None:
         raise RequestError(name, fields[name], "input_ids only: the loaded target came without a tokenizer")
     elif name == "text_input":
+        _check_text_len(name, (cast(str, fields[name]),), limits)
         ids = tuple(tokenizer.encode(cast(str, fields[name])))
     else:
         tools = parse_tools(cast(str, fields["tools"])) if "tools" in fields else None
         messages = parse_messages(cast(str, fields[name]))
+        _check_text_len(name, (cast(str, message["content"]) for message in messages), limits)
         ids = tuple(tokenizer.apply_chat_template(messages, tools=tools or None))
     if not ids:
         raise RequestError(name, fields[name], "a prompt of at least one token")
@@ -181,6 +194,17 @@ def _prompt_ids(
         allowed = f"at most {longest} tokens (a context of {limits.max_context_len} less one for the answer)"
         raise RequestError(name, f"a prompt of {len(ids)} tokens", allowed)
     return ids
+
+
+def _check_text_len(name: str, texts: Iterable[str], limits: ModelLimits) -> None:
+    """Refuse a text that cannot fit even in the longest tokens, before a second is spent on its tokens."""
+    if limits.longest_token_bytes is None:
+        return
+    most = limits.max_context_len * limits.longest_token_bytes
+    num_bytes = sum(len(text.encode()) for text in texts)
+    if num_bytes > most:
+        allowed = f"at most {most} bytes (a context of {limits.max_context_len} tokens)"
+        raise RequestError(name, f"a prompt of {num_bytes} bytes", allowed)
 
 
 def _sampling_params(

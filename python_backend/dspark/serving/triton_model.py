@@ -85,8 +85,9 @@ class TritonPythonModel:
             if runtime.tokenizer is not None
             else None
         )
-        self._limits = ModelLimits(
+        self._limits = ModelLimits.of(
             vocab_size=runtime.target_config.vocab_size,
+            tokenizer=runtime.tokenizer,
             # A cache smaller than one context bounds a sequence, too.
             max_context_len=min(
                 runtime.limits.max_context_len, runtime.limits.num_pages * runtime.limits.page_size
