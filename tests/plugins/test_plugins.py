@@ -12,9 +12,8 @@ from dspark_plugins.tensorrt.module import INSTALL, tensorrt_name
 from support.paged_batches import FAR_PAGE, make_paged_batch, tree_ancestors
 from torch import Tensor
 
-pytest.importorskip(
-    "tensorrt_rtx", reason="TensorRT is not installed: pip install tensorrt-rtx cuda-bindings"
-)
+if tensorrt_name() is None:
+    pytest.skip(f"TensorRT is not installed: {INSTALL}", allow_module_level=True)
 
 from support.plugin_launcher import run_plugin
 

@@ -20,9 +20,8 @@ from dspark_plugins.tensorrt.operations import OPERATIONS
 from dspark_plugins.tensorrt.schedule import Schedule
 from dspark_plugins.tensorrt.verify import Verify
 
-pytest.importorskip(
-    "tensorrt_rtx", reason="TensorRT is not installed: pip install tensorrt-rtx cuda-bindings"
-)
+if tensorrt_name() is None:
+    pytest.skip(f"TensorRT is not installed: {INSTALL}", allow_module_level=True)
 
 from support.plugin_launcher import InterpreterLauncher, describe, dynamic, plan_of, uncompiled
 
