@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from dspark.errors import ConfigError
+from dspark.scheduling.policy import POLICIES, parse_policy
 
-__all__ = ["ServeConfig", "load_serve_config", "parse_bytes"]
+__all__ = ["ServeConfig", "load_serve_config", "parse_bytes", "read_settings"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 EXECUTORS = ("auto", "native", "torch")
@@ -103,6 +104,15 @@ def _text(value: object) -> str:
     return value
 
 
+def _policy(value: object) -> str:
+    text = str(value)
+    try:
+        parse_policy(text, block_size=1)
+    except ConfigError:
+        raise ValueError(f"{POLICIES} (K a whole number >= 0, P a number in [0, 1])") from None
+    return text
+
+
 def _cache_bytes(value: object) -> int:
     number = parse_bytes(value)
     if number < 1:
@@ -115,7 +125,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "drafter": _text,
     "dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),
-    "policy": _text,
+    "policy": _policy,
     "rule": _one_of(*RULES),
     "capacity": _text,
     "calibration": _text,
@@ -142,10 +152,26 @@ def load_serve_config(
     Raises:
         ConfigError: listing every problem of every source.
     """
+    values, problems = read_settings(path, overrides, environ=environ)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return ServeConfig(**values)  # type: ignore[arg-type]  # each value went through its own parser
+
+
+def read_settings(
+    path: Path | None,
+    overrides: Mapping[str, object] | None,
+    *,
+    environ: Mapping[str, str],
+) -> tuple[dict[str, object], list[str]]:
+    """Return what can be read of the settings, and every problem of every source. Arguments as `load_serve_config`."""
     sources: list[tuple[str, Mapping[str, object]]] = []
     problems: list[str] = []
     if path is not None:
-        sources.append((str(path), _read_yaml(path)))
+        try:
+            sources.append((str(path), _read_yaml(path)))
+        except ConfigError as error:
+            problems.append(str(error))
     variables = {
         name: environ[f"DSPARK_{name.upper()}"] for name in _PARSERS if environ.get(f"DSPARK_{name.upper()}")
     }
@@ -163,9 +189,7 @@ def load_serve_config(
                 problems.append(f"{origin}: {name}: got {value!r}, allowed is {error}")
     if not values.get("target") and not any(": target:" in problem for problem in problems):
         problems.append("target: not given, allowed is a Hugging Face folder, a .gguf file or a hub name")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return ServeConfig(**values)  # type: ignore[arg-type]  # each value went through its own parser
+    return values, problems
 
 
 def _read_yaml(path: Path) -> Mapping[str, object]:

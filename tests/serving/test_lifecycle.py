@@ -1,6 +1,7 @@
 """How a server starts, stops, breaks and comes back; nothing may be left running."""
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -138,7 +139,7 @@ def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_p
         (["--target", "x", "--policy", ""], "policy"),
         (["--max-batch-size", "0"], "max_batch_size: got 0, allowed is"),
         (["--grpc-port", "70000"], "grpc-port: got 70000"),
-        (["--model-repository", "/nowhere", "--target", "x"], "/nowhere"),
+        (["--model-repository", "/nowhere", "--target", "hub/x"], "/nowhere"),
     ],
 )
 def test_dspark_serve_refuses_what_it_cannot_start(repository, arguments, said):
@@ -163,3 +164,25 @@ def test_a_taken_port_is_named(repository):
 def test_a_server_that_was_not_started_says_so():
     with pytest.raises(EngineError, match="not started"):
         server_process(Path()).pid  # noqa: B018
+
+
+def test_every_problem_of_the_settings_is_told_at_once(repository, tmp_path):
+    """By the launcher, and by the model itself where there is no launcher."""
+    folder = tmp_path / "repository"
+    shutil.copytree(repository, folder)
+    model_yaml = folder / "dspark" / "1" / "model.yaml"
+    model_yaml.write_text("target: /nowhere/x.gguf\npolicy: fixed:many\npage_size: 0\ndrafter: /nowhere\n")
+    with Serve("--model-repository", folder, "--max-batch-size", 0) as serve:
+        assert serve.ends() == 2
+    server = server_process(folder)
+    with pytest.raises(EngineError) as caught, server:
+        pass
+    for said in (serve.said, str(caught.value)):
+        for problem in (
+            "policy: got 'fixed:many', allowed is ",
+            "page_size: got 0, allowed is ",
+            "target: got /nowhere/x.gguf, which is not there; allowed is ",
+            "drafter: got /nowhere, which is no folder; allowed is ",
+        ):
+            assert problem in said
+    assert "max_batch_size: got 0, allowed is " in serve.said

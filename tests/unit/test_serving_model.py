@@ -63,7 +63,7 @@ def model(triton_model, engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(triton_model, "load_runtime", load_runtime)
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "model.yaml").write_text("target: from-file\nmax_batch_size: 3\n")
+    (tmp_path / "1" / "model.yaml").write_text("target: hub/from-file\nmax_batch_size: 3\n")
     model = triton_model.TritonPythonModel()
     model.initialize(arguments(tmp_path, {"max_batch_size": "5"}))
     model.given = given
@@ -82,7 +82,7 @@ def arguments(path, parameters=None):
 
 
 def test_settings_come_from_model_yaml_then_config_pbtxt(model):
-    assert model.given["config"].target == "from-file"
+    assert model.given["config"].target == "hub/from-file"
     assert model.given["config"].max_batch_size == 5
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_load_says_why(triton_model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(triton_model, "load_runtime", load_runtime)
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "model.yaml").write_text("target: x\n")
+    (tmp_path / "1" / "model.yaml").write_text("target: hub/x\n")
     broken = triton_model.TritonPythonModel()
     with pytest.raises(fake_pb_utils.TritonModelException, match=r"\[INVALID_ARG\] target: no such file"):
         broken.initialize(arguments(tmp_path))

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from dspark.config import DTYPES, EXECUTORS, load_serve_config
-from dspark.errors import ConfigError
+from dspark.config import DTYPES, EXECUTORS
+from dspark.serving.checks import load_checked_config
 from dspark.serving.contract import MODEL_NAME
-from dspark.serving.paths import default_model_repository, resolve_paths
+from dspark.serving.paths import default_model_repository
 from dspark.serving.process import ServerOptions
 
 __all__ = ["add_serve_arguments", "checked_settings", "server_options"]
@@ -135,13 +135,7 @@ def checked_settings(args: argparse.Namespace) -> dict[str, object]:
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     version_dir = (args.model_repository or default_model_repository()) / MODEL_NAME / "1"
     model_yaml = version_dir / "model.yaml"
-    config = load_serve_config(model_yaml if model_yaml.is_file() else None, given)
-    resolved = resolve_paths(config, base=version_dir)
-    if Path(resolved.target).suffix == ".gguf" and not Path(resolved.target).is_file():
-        raise ConfigError(
-            f"target: got {config.target}, which is not there; allowed is a Hugging Face folder, a .gguf "
-            "file or a hub name (`make setup` fetches the demo model)"
-        )
+    config = load_checked_config(model_yaml if model_yaml.is_file() else None, given, base=version_dir)
     # Absolute from here on: the server may run in another working folder.
-    given.update(target=resolved.target, drafter=resolved.drafter)
+    given.update(target=config.target, drafter=config.drafter)
     return given

@@ -16,14 +16,13 @@ from typing import Any, Final
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from dspark.config import load_serve_config
 from dspark.errors import EngineError, RequestError
 from dspark.request import Request, RequestOutput
 from dspark.runtime import Runtime, load_runtime
 from dspark.sampling.grammar import GrammarCompiler
+from dspark.serving.checks import load_checked_config
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
-from dspark.serving.paths import resolve_paths
 from dspark.serving.request_log import log_refusal
 from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
 from dspark.serving.telemetry import MetricsThread, RequestMeter, Telemetry, failure_reason
@@ -75,7 +74,7 @@ class TritonPythonModel:
             overrides = _parameters_of_config(args["model_config"])
             overrides.update({} if run_dir is None else run_dir.overrides)
             version_dir = Path(args["model_repository"]) / args["model_version"]
-            config = resolve_paths(load_serve_config(version_dir / "model.yaml", overrides), base=version_dir)
+            config = load_checked_config(version_dir / "model.yaml", overrides, base=version_dir)
             runtime = load_runtime(config, progress=_log.info, base=version_dir)
         except Exception as error:
             _log.exception("loading failed")
