@@ -123,6 +123,47 @@ def test_tensorrt_llm_http(server, path, body):
     assert "".join(event["text_output"] for event in events)
 
 
+# Every input of the ensemble that a text model without adapters can take, as its config.pbtxt names them.
+ENSEMBLE = {
+    **TENSORRT_LLM,
+    "stream": np.array([[True]], dtype=bool),
+    "top_k": np.array([[0]], dtype=np.int32),
+    "top_p": np.array([[1.0]], dtype=np.float32),
+    "length_penalty": np.array([[1.0]], dtype=np.float32),
+    "min_length": np.array([[3]], dtype=np.int32),
+    "random_seed": np.array([[9]], dtype=np.uint64),
+    "num_draft_tokens": np.array([[2]], dtype=np.int32),
+    "use_draft_logits": np.array([[False]], dtype=bool),
+}
+
+
+def test_every_input_of_tensorrt_llms_ensemble_grpc(server):
+    results = sent(server, ENSEMBLE, outputs=TENSORRT_LLM_OUTPUTS)
+    texts = [result.as_numpy("text_output")[0].decode("utf-8") for result in results]
+    expected = ask(server, text_input="The quick brown fox", max_tokens=16, temperature=0.0, end_id=-1)
+    assert "".join(texts) == expected.text
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_every_input_of_tensorrt_llms_ensemble_http(server, path):
+    body = {name: array.ravel().tolist()[0] for name, array in ENSEMBLE.items()}
+    body["stream"] = path == "generate_stream"
+    events = posted(server, path, body)
+    expected = ask(server, text_input="The quick brown fox", max_tokens=16, temperature=0.0, end_id=-1)
+    assert "".join(event["text_output"] for event in events) == expected.text
+    assert events[-1]["cum_log_probs"] < 0
+
+
+def test_what_only_other_models_have_is_refused_by_name(server):
+    """Adapters, pictures, embeddings: Triton knows the inputs that are declared, and no others."""
+    arrays = {
+        "text_input": np.array([["hi"]], dtype=object),
+        "lora_task_id": np.array([[1]], dtype=np.uint64),
+    }
+    (error,) = sent(server, arrays, outputs=["text_output"])
+    assert "unexpected inference input 'lora_task_id'" in str(error)
+
+
 VLLM = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "12", "seed": 7}
 
 
@@ -142,6 +183,18 @@ def test_vllm_grpc(server, stream, as_tensor):
     text = b"".join(part for result in results for part in result.as_numpy("text_output")).decode()
     expected = ask(server, text_input="Hello, my name is", temperature=0.1, top_p=0.95, max_tokens=12, seed=7)
     assert text == expected.text
+
+
+def test_vllm_without_the_batch_dimension_is_refused_by_triton_and_says_what_to_send(server):
+    """vLLM's model has max_batch_size 0, ours has 1: Triton compares the number of dimensions before we see any."""
+    arrays = {
+        "text_input": np.array([b"Hello, my name is"], dtype=np.object_),
+        "stream": np.array([True], dtype=bool),
+    }
+    (error,) = sent(server, arrays, outputs=["text_output"], parameters=VLLM)
+    assert "unexpected shape for input" in str(error) and "Expected [-1,1]" in str(error)
+    batched = {name: array[None] for name, array in arrays.items()}
+    assert sent(server, batched, outputs=["text_output"], parameters=VLLM)
 
 
 def test_vllm_additional_outputs_grpc(server):
