@@ -13,6 +13,7 @@ from dspark.executors.tensorrt_bindings import (
     SampleHead,
     drafter_bindings,
     head_precision,
+    shared_tables,
 )
 from onnx import TensorProto
 
@@ -43,27 +44,29 @@ class _Drafter(DecoderGraph):
     ) -> None:
         super().__init__(checkpoint.config.decoder, checkpoint.weights, file, precision)
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self._shared, self._target_head = shared, target_head
-        self.shared_names: list[str] = []
-
-    def _taken(self, name: str) -> str:
-        """Return a tensor of the target's file."""
-        if name not in self.shared_names:
-            self.shared_names.append(name)
-            self.file.share(self._shared[name])
-        return name
+        self._target_head = target_head
+        self._tied = "lm_head" not in shared
+        self.shared = shared_tables(
+            self.config,
+            precision=precision,
+            tied=self._tied,
+            own_embedding=checkpoint.own_embedding,
+            own_head=checkpoint.own_head,
+        )
+        for table in self.shared:
+            file.share(shared[table.name])
 
     def embedding(self) -> str:
         if self.checkpoint.own_embedding:
             array = self.weights.float32("embed_tokens.weight")
             return self.stored("drafter.embed_tokens", array, head_precision(self.precision))
-        return self._taken("embed_tokens")
+        return "embed_tokens"
 
     def head(self) -> str:
         kind = head_precision(self.precision)
         if self.checkpoint.own_head or self.checkpoint.draft_to_target is not None:
             return self.stored("drafter.lm_head", self.checkpoint.head(self._target_head), kind)
-        return self._taken("lm_head" if "lm_head" in self._shared else "embed_tokens")
+        return "embed_tokens" if self._tied else "lm_head"
 
     def block_input(self, table: str) -> str:
         """Return fp32 embeddings [R * G, d] of every anchor followed by masks."""
@@ -189,10 +192,6 @@ def drafter_model(
     g.op("Reshape", g.to(final, "fp32"), shape, name="hidden")
     head = SampleHead.of(config, previous=checkpoint.previous_to_row is not None)
     t.sample(head)
-    shared = tuple(
-        Binding(name, kind, (config.vocab_size, config.decoder.hidden_size), "weight")
-        for name in t.shared_names
-    )
-    bindings = drafter_bindings(config, precision=precision, shared=shared)
+    bindings = drafter_bindings(config, precision=precision, shared=t.shared)
     functions = [block_attention_function(), block_sample_function(head)]
     return finished_model(g, "drafter", bindings, file.tensors, functions), bindings

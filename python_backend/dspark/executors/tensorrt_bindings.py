@@ -6,13 +6,18 @@ Dimensions are numbers or the names of `DIMENSIONS`; a name has one size within 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from dspark.models.config import DrafterConfig, TargetConfig
 
 __all__ = [
     "DIMENSIONS",
+    "DTYPE_NAMES",
+    "ITEM_BYTES",
     "Binding",
     "DType",
     "Kind",
@@ -20,6 +25,9 @@ __all__ = [
     "SampleHead",
     "drafter_bindings",
     "head_precision",
+    "numpy_dtype",
+    "resolved_shape",
+    "shared_tables",
     "target_bindings",
 ]
 
@@ -27,6 +35,12 @@ Precision = Literal["fp32", "fp16", "bf16"]
 DType = Literal["fp32", "fp16", "bf16", "i32", "i64"]
 Kind = Literal["input", "output", "cache", "weight"]
 
+ITEM_BYTES: dict[DType, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8}
+DTYPE_NAMES: dict[Precision, str] = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}  # as in settings
 DIMENSIONS = {
     "T": "rows of a target pass",
     "R": "sequences",
@@ -51,6 +65,20 @@ class Binding:
     def alias(self) -> str:
         """Name of a cache as an output."""
         return f"{self.name}.out"
+
+
+def resolved_shape(binding: Binding, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of a tensor where the dimensions have these sizes."""
+    return tuple(
+        side if isinstance(side, int) else sizes["R"] + 1 if side == "R+1" else sizes[side]
+        for side in binding.shape
+    )
+
+
+def numpy_dtype(binding: Binding) -> np.dtype[Any]:
+    """Return how the host sees a tensor; numpy has no bf16, and nothing on the host reads one."""
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "uint16", "i32": "int32", "i64": "int64"}
+    return np.dtype(names[binding.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +133,23 @@ def target_bindings(
         Binding("argmax", "i32", ("M",), "output"),
         Binding("finite", "i32", ("M",), "output"),
         *((Binding("features", "fp32", ("T", features), "output"),) if features else ()),
+    )
+
+
+def shared_tables(
+    config: DrafterConfig, *, precision: Precision, tied: bool, own_embedding: bool, own_head: bool
+) -> tuple[Binding, ...]:
+    """Return the weights that a drafter takes from its target; a reduced vocabulary has a head of its own.
+
+    Arguments:
+        tied: the target's LM head is its embedding.
+        own_embedding, own_head: the drafter's checkpoint has them.
+    """
+    whole_head = not own_head and config.draft_vocab_size == config.vocab_size
+    names = {"embed_tokens": not own_embedding or (whole_head and tied), "lm_head": whole_head and not tied}
+    shape = (config.vocab_size, config.decoder.hidden_size)
+    return tuple(
+        Binding(name, head_precision(precision), shape, "weight") for name, taken in names.items() if taken
     )
 
 

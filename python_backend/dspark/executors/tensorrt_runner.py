@@ -1,0 +1,121 @@
+"""From arrays to a session's buffers and back: fills the host's side, pads, runs, copies what was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.errors import EngineError
+from dspark.executors.tensorrt_bindings import ITEM_BYTES, Binding, numpy_dtype, resolved_shape
+from dspark.executors.tensorrt_buckets import EngineShapes, Sizes
+from dspark.executors.tensorrt_buffers import BufferPlan
+from dspark.executors.tensorrt_session import Call, Session
+
+__all__ = ["Runner"]
+
+Array = npt.NDArray[Any]
+
+
+class Runner:
+    """Runs one engine.
+
+    Arguments:
+        session: what it runs on.
+        bindings: its tensors.
+        shapes: the largest call.
+    """
+
+    def __init__(self, session: Session, bindings: Sequence[Binding], shapes: EngineShapes) -> None:
+        self.session, self.shapes = session, shapes
+        self._bindings = tuple(binding for binding in bindings if binding.kind != "weight")
+        self._plan: BufferPlan | None = None
+        self._host = np.empty(0, np.uint8)
+        self._num_slots = 0
+
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of one cache page over all layers."""
+        sizes = self.shapes.largest() | {"S": page_size}
+        caches = [b for b in self._bindings if b.kind == "cache"]
+        return sum(math.prod(resolved_shape(b, sizes)) * ITEM_BYTES[b.dtype] for b in caches)
+
+    def allocate(self, *, num_slots: int, buckets: Iterable[Sizes], outputs: Sequence[Sequence[str]]) -> None:
+        """Allocate every buffer once and prepare the calls that are known beforehand.
+
+        Arguments:
+            num_slots: S, cache rows.
+            buckets: sizes of the calls to prepare, without S.
+            outputs: what such calls are read for.
+
+        Raises:
+            CapacityError: there is not that much memory.
+        """
+        assert self._plan is None, "buffers are allocated once"
+        self._num_slots = num_slots
+        plan = BufferPlan.of(self._bindings, self.shapes.largest() | {"S": num_slots})
+        self._host, self._plan = self.session.allocate(plan), plan
+        for sizes in buckets:
+            self._idle(sizes)
+            for names in outputs:
+                self.session.prepare(self._call(sizes, tuple(names)))
+
+    def run(
+        self,
+        feeds: Mapping[str, Array],
+        sizes: Sizes,
+        outputs: Mapping[str, int],
+        *,
+        padding: Mapping[str, float],
+    ) -> dict[str, Array]:
+        """Run one call and return outputs as arrays of their own, whatever runs later.
+
+        Arguments:
+            feeds: real entries of every input, in front of each axis.
+            sizes: of the call, without S; at least as large as the feeds.
+            outputs: those that are wanted, and how many entries of the first axis are real.
+            padding: what the entries behind the real ones hold, by input; 0 where none is named.
+
+        Raises:
+            EngineError: an input that has no room in the call.
+        """
+        call = self._call(sizes, tuple(outputs))
+        for binding, view in self._inputs(call):
+            given = feeds[binding.name]
+            if any(side > room for side, room in zip(given.shape, view.shape, strict=True)):
+                raise EngineError(f"{binding.name}: got {list(given.shape)}, room is for {list(view.shape)}")
+            if given.shape != view.shape:
+                view[...] = padding.get(binding.name, 0)
+            view[tuple(slice(side) for side in given.shape)] = given
+        self.session.run(call)
+        shapes = dict(call.shapes)
+        return {
+            binding.name: self._view(binding, shapes[binding.name])[: outputs[binding.name]].copy()
+            for binding in self._bindings
+            if binding.name in outputs
+        }
+
+    def _idle(self, sizes: Sizes) -> None:
+        """Fill the inputs of a call with padding alone, so that preparing it writes no cache row."""
+        for binding, view in self._inputs(self._call(sizes, ())):
+            view[...] = -1 if binding.name in ("page_table", "new_slots") else 0
+
+    def _call(self, sizes: Sizes, outputs: tuple[str, ...]) -> Call:
+        whole = sizes | {"S": self._num_slots}
+        shapes = tuple((binding.name, resolved_shape(binding, whole)) for binding in self._bindings)
+        return Call(shapes, outputs)
+
+    def _inputs(self, call: Call) -> Iterator[tuple[Binding, Array]]:
+        for binding, (_, shape) in zip(self._bindings, call.shapes, strict=True):
+            if binding.kind == "input":
+                yield binding, self._view(binding, shape)
+
+    def _view(self, binding: Binding, shape: tuple[int, ...]) -> Array:
+        """Return the host's side of an input or output at a call's shape."""
+        assert self._plan is not None, "allocate_cache comes before the first pass"
+        dtype = numpy_dtype(binding)
+        start = self._plan.buffers[binding.name].offset
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self._host[start : start + num_bytes].view(dtype).reshape(shape)

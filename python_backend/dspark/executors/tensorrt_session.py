@@ -1,0 +1,54 @@
+"""What a graph runs on: the few calls that touch a device. All else about an engine is ordinary code above it.
+
+CudaSession   TensorRT on a GPU (tensorrt_cuda.py)
+OnnxSession   the exported file on ONNX Runtime's CPU (onnx_session.py), which proves the code above
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.executors.tensorrt_buffers import BufferPlan
+
+__all__ = ["Call", "Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One run at fixed shapes. Equal calls can share whatever a session prepares for one."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of every tensor in the plan, by name
+    outputs: tuple[str, ...]  # those that the host reads afterwards
+
+
+class Session(Protocol):
+    """One graph and its memory. Not for several threads."""
+
+    name: str  # "tensorrt" or "onnxruntime"
+
+    def allocate(self, plan: BufferPlan) -> npt.NDArray[np.uint8]:
+        """Allocate all memory, caches zeroed, once; return the host's side [host_bytes].
+
+        Raises:
+            CapacityError: there is not that much.
+        """
+
+    def prepare(self, call: Call) -> None:
+        """Make later runs of equal calls cheap (a CUDA graph, bound tensors); runs the call with whatever is in memory.
+
+        Caches may not be in use yet.
+        """
+
+    def run(self, call: Call) -> None:
+        """Copy inputs from the host's side, run, copy the outputs asked for back, wait: the one wait of a step.
+
+        Raises:
+            EngineError: the device refuses.
+        """
+
+    def close(self) -> None:
+        """Free everything; the host's side is gone too."""
