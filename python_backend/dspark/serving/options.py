@@ -81,6 +81,18 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-file", type=Path, metavar="FILE", help="the server's log (default: .dspark/logs/)"
     )
     server.add_argument(
+        "--otlp-url",
+        metavar="URL",
+        help="send OpenTelemetry spans of requests to this collector, e.g. http://127.0.0.1:4318/v1/traces",
+    )
+    server.add_argument(
+        "--trace-rate",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="trace one request in N (default: %(default)s)",
+    )
+    server.add_argument(
         "--start-timeout", type=float, default=600.0, metavar="SECONDS", help="default: %(default)g"
     )
     server.add_argument(
@@ -122,8 +134,17 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         log_file=args.log_file,
         start_timeout_s=args.start_timeout,
         drain_timeout_s=args.drain_timeout,
+        otlp_url=args.otlp_url,
+        trace_rate=args.trace_rate,
         triton_arguments=tuple(args.triton_arg),
     )
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is a whole number >= 1")
+    return number
 
 
 def checked_settings(args: argparse.Namespace) -> dict[str, object]:

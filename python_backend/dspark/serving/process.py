@@ -23,6 +23,7 @@ from typing import IO, Final
 from dspark.errors import ConfigError, EngineError
 from dspark.serving.contract import MODEL_NAME
 from dspark.serving.paths import default_model_repository, state_dir
+from dspark.serving.spans import ENDPOINT_VARIABLE
 from dspark.serving.tritonserver import TritonInstall, find_tritonserver
 from dspark.serving.watch import RUN_DIR_VARIABLE, RunDir
 
@@ -52,7 +53,23 @@ class ServerOptions:
     start_timeout_s: float = 600.0
     drain_timeout_s: float = 60.0  # running requests may take so long to end when the server stops
     kill_timeout_s: float = 5.0  # then the server may take so long to exit before it is killed
+    otlp_url: str | None = None  # where spans of requests go; None = nowhere
+    trace_rate: int = 1  # one request in so many is traced
     triton_arguments: tuple[str, ...] = ()
+
+    def trace_arguments(self) -> tuple[str, ...]:
+        """Return what makes Triton send its own spans."""
+        if self.otlp_url is None:
+            return ()
+        settings = (
+            "mode=opentelemetry",
+            "level=TIMESTAMPS",
+            f"rate={self.trace_rate}",
+            f"opentelemetry,url={self.otlp_url}",
+            "opentelemetry,resource=service.name=dspark",
+            "opentelemetry,bsp_schedule_delay=1000",
+        )
+        return tuple(f"--trace-config={setting}" for setting in settings)
 
 
 @dataclass(slots=True)
@@ -239,12 +256,15 @@ class ServerProcess:
             f"--metrics-port={self.metrics_port}",
             f"--exit-timeout-secs={exit_timeout_s}",
             f"--backend-config=python,shm-region-prefix-name={self._run_dir.shm_prefix}",
+            *options.trace_arguments(),
             *options.triton_arguments,
         ]
         if install.backend_dir is not None:
             command.insert(1, f"--backend-directory={install.backend_dir}")
         environment = install.environment()
         environment[RUN_DIR_VARIABLE] = str(self._run_dir.path)
+        if options.otlp_url is not None:
+            environment[ENDPOINT_VARIABLE] = options.otlp_url  # the model sends the spans of its own
         # A session of its own: Ctrl-C in the terminal is for the launcher, which drains first.
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -218,6 +218,7 @@ class RequestMeter:
         arrived_s: when the request came, on time.monotonic()'s clock.
         client_id: the request id that the client chose.
         num_input_tokens: of the prompt.
+        trace: told how the request ended: its last output, and what is known beside it.
     """
 
     __slots__ = (
@@ -228,6 +229,7 @@ class RequestMeter:
         "_num_input_tokens",
         "_num_tokens",
         "_telemetry",
+        "_trace",
     )
 
     def __init__(
@@ -238,7 +240,9 @@ class RequestMeter:
         arrived_s: float,
         client_id: str = "",
         num_input_tokens: int = 0,
+        trace: Callable[[RequestOutput, dict[str, str | int]], None] | None = None,
     ) -> None:
+        self._trace = trace
         self._client_id = client_id
         self._num_input_tokens = num_input_tokens
         self._telemetry = telemetry
@@ -268,6 +272,15 @@ class RequestMeter:
             first_token_s=None if self._first_s is None else self._first_s - self._arrived_s,
             total_s=now_s - self._arrived_s,
         )
+        if self._trace is not None:
+            told: dict[str, str | int] = {
+                "dspark.id": self._client_id,
+                "dspark.request": output.request_id,
+                "dspark.input_tokens": self._num_input_tokens,
+                "dspark.output_tokens": self._num_tokens,
+                "dspark.end": output.finish_reason or "error",
+            }
+            self._trace(output, told)
         if output.error is not None:
             self._telemetry.failed(failure_reason(output.error))
         elif output.finish_reason == "cancelled":

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from dspark.serving.checks import load_checked_config
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
 from dspark.serving.request_log import log_refusal
+from dspark.serving.spans import SpanExporter
 from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
 from dspark.serving.telemetry import MetricsThread, RequestMeter, Telemetry, failure_reason
 from dspark.serving.watch import RunDir, watch_parents
@@ -97,6 +99,7 @@ class TritonPythonModel:
         self._telemetry = Telemetry(self._sink, runtime.scheduler)
         runtime.engine.watch(self._telemetry.step)
         self._metrics = MetricsThread(self._telemetry, runtime.engine.stats)
+        self._spans = SpanExporter.of_environment()
         self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
         self._runtime = runtime
         _log.info("ready (process %d)", os.getpid())
@@ -126,6 +129,8 @@ class TritonPythonModel:
         self._outbox.close()
         self._metrics.close()
         self._sink.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def _submit(self, request: Any, stream: ResponseStream) -> None:
         runtime = self._runtime
@@ -155,6 +160,7 @@ class TritonPythonModel:
                     arrived_s=arrived_s,
                     client_id=stream.client_id,
                     num_input_tokens=len(parsed.prompt_ids),
+                    trace=self._trace_of(request),
                 ),
                 is_cancelled=stream.is_cancelled,
                 deadline_s=arrived_s + timeout_s if timeout_s else None,
@@ -163,6 +169,14 @@ class TritonPythonModel:
                 grammar=parsed.grammar,
             )
         )
+
+    def _trace_of(self, request: Any) -> Callable[[RequestOutput, dict[str, str | int]], None] | None:
+        """Return what takes the end of a request that Triton traces; None where nobody asked for spans."""
+        exporter = self._spans
+        if exporter is None:
+            return None
+        context = request.trace().get_context()
+        return functools.partial(exporter.ended, context) if context else None
 
     def _cancel_others(self, stream: ResponseStream) -> None:
         """Cancel what runs under the same request id, and answer at once."""
