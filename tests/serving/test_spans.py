@@ -4,10 +4,13 @@ import http.server
 import json
 import threading
 import time
+import urllib.request
 
 import pytest
 from dspark.errors import RequestError
 from dspark.request import RequestOutput, SpecMetrics
+from dspark.serving.gateway_process import GatewayProcess
+from dspark.serving.process import choose_ports
 from dspark.serving.spans import SpanExporter, request_spans
 from support.server import Ask, ask, server_process, until
 
@@ -103,5 +106,39 @@ def test_every_request_is_one_trace_of_tritons_spans_and_ours(repository, collec
     outer = by_name["InferRequest"]
     assert int(outer["startTimeUnixNano"]) <= int(by_name["dspark.decode"]["startTimeUnixNano"])
     assert int(by_name["dspark.decode"]["endTimeUnixNano"]) <= int(outer["endTimeUnixNano"])
-    other = next(span for span in named("dspark.request") if span is not ours)
-    assert attributes(other)["dspark.end"] == "timeout" and other["traceId"] != ours["traceId"]
+    assert attributes(other_than(ours, named("dspark.request")))["dspark.end"] == "timeout"
+
+
+def other_than(span, spans):
+    (other,) = [one for one in spans if one["traceId"] != span["traceId"]]
+    return other
+
+
+@pytest.mark.server
+def test_a_trace_of_an_openai_client_goes_on_below_it_and_its_id_stands_in_the_log(
+    repository, collector, tmp_path
+):
+    with server_process(repository, otlp_url=collector.url) as server:
+        gateway = GatewayProcess(
+            grpc_url=server.grpc_url,
+            host="127.0.0.1",
+            port=choose_ports("127.0.0.1", {"port": 0})[0],
+            model_name="dspark",
+            log_file=tmp_path / "log",
+            drain_timeout_s=1.0,
+        )
+        gateway.start()
+        try:
+            body = {"model": "dspark", "prompt": "x", "max_tokens": 4}
+            headers = {"traceparent": json.loads(CONTEXT)["traceparent"], "x-request-id": "from-outside"}
+            request = urllib.request.Request(
+                f"{gateway.url}/completions", data=json.dumps(body).encode(), headers=headers
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert json.load(response)["id"] == "from-outside"
+            until(lambda: any(span["name"] == "dspark.request" for span in collector.spans))
+        finally:
+            gateway.stop()
+    (ours,) = [span for span in collector.spans if span["name"] == "dspark.request"]
+    assert ours["traceId"] == TRACE and attributes(ours)["dspark.id"] == "from-outside"
+    assert '\\"id\\": \\"from-outside\\"' in server.log_path.read_text()

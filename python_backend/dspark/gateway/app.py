@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
@@ -28,6 +28,7 @@ __all__ = ["make_app"]
 
 _log = logging.getLogger("dspark.gateway")
 Result = TypeVar("Result")
+_TRACE_HEADERS: Final = ("traceparent", "tracestate")  # W3C's
 _MOST_BYTES: Final = 16 << 20  # of a request's body
 
 
@@ -101,7 +102,8 @@ async def _complete(request: Request, parse: Callable[[object], Ask], kind: str,
     }
     chat = kind == "chat.completion"
     choices = [Choice(ask=ask, index=index, chat=chat) for index in range(len(ask.prompts) * ask.num_choices)]
-    parts = _parts(state.model, ask)
+    trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+    parts = _parts(state.model, ask, request_id=str(head["id"]), headers=trace)
     if ask.stream:
         # What is refused is refused before the answer begins, as a status.
         first = await _unless_disconnected(request, _first(parts))
@@ -147,7 +149,9 @@ def _check_model(name: str, served: str) -> None:
 # ---- the answers -----------------------------------------------------------------------------------------
 
 
-async def _parts(model: Model, ask: Ask) -> AsyncGenerator[tuple[int, Part]]:
+async def _parts(
+    model: Model, ask: Ask, *, request_id: str, headers: Mapping[str, str]
+) -> AsyncGenerator[tuple[int, Part]]:
     """Ask for all answers at once; yield (choice, part) as they come. Leaving early cancels all of them."""
     arrived: asyncio.Queue[tuple[int, Part | BaseException | None]] = asyncio.Queue()
 
@@ -159,7 +163,10 @@ async def _parts(model: Model, ask: Ask) -> AsyncGenerator[tuple[int, Part]]:
         if ask.log_probs is not None:
             sampling.update(return_logprobs=True, logprobs=ask.log_probs)
         try:
-            async with contextlib.aclosing(model.answer(prompt, sampling, stream=ask.stream)) as answer:
+            answers = model.answer(
+                prompt, sampling, stream=ask.stream, request_id=request_id, headers=headers
+            )
+            async with contextlib.aclosing(answers) as answer:
                 async for part in answer:
                     await arrived.put((index, part))
             await arrived.put((index, None))

@@ -60,13 +60,21 @@ class Model:
             return False
 
     async def answer(
-        self, prompt: Mapping[str, object], sampling: Mapping[str, object], *, stream: bool
+        self,
+        prompt: Mapping[str, object],
+        sampling: Mapping[str, object],
+        *,
+        stream: bool,
+        request_id: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Part]:
         """Send one request and yield what comes back; leaving early cancels it.
 
         Arguments:
             prompt: the prompt's fields; texts travel as tensors.
             sampling: everything else, under the contract's names.
+            request_id: stands in the server's log.
+            headers: gRPC metadata: the trace that this request belongs to.
 
         Raises:
             ApiError: refused, failed, or nobody there.
@@ -79,9 +87,14 @@ class Model:
         inputs.append(_tensor("stream", "BOOL", stream))
 
         async def request() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": MODEL_NAME, "inputs": inputs, "enable_empty_final_response": True}
+            yield {
+                "model_name": MODEL_NAME,
+                "inputs": inputs,
+                "request_id": request_id,
+                "enable_empty_final_response": True,
+            }
 
-        responses = self._client.stream_infer(request())
+        responses = self._client.stream_infer(request(), headers=dict(headers or {}))
         final = False
         try:
             async for result, error in responses:
