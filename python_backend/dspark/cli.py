@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; the commands' modules are imported without torch or models."""
-    from dspark.doctor import run_doctor
+    from dspark.doctor import add_doctor_arguments, run_doctor
     from dspark.generate import add_generate_arguments, run_generate
     from dspark.scheduling.command import add_schedule_arguments, run_schedule
     from dspark.serving.launcher import add_serve_arguments, run_serve
@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_schedule_arguments(schedule)
     schedule.set_defaults(command_main=lambda args: run_schedule(args, sys.stdin, sys.stdout))
 
-    doctor = commands.add_parser("doctor", help="say what is installed and what will run here")
+    doctor = commands.add_parser("doctor", help="say what is installed, what will run here, what is missing")
+    add_doctor_arguments(doctor)
     doctor.set_defaults(command_main=run_doctor)
     return parser
 

@@ -1,60 +1,102 @@
-"""`dspark doctor`: what is installed here, what will run, and what is missing for the rest."""
+"""`dspark doctor`: what is installed, what will be served and how, what is missing; with --start, how long it takes."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import shutil
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
-__all__ = ["run_doctor"]
+from dspark.doctor_checks import (
+    Finding,
+    machine_findings,
+    model_findings,
+    package_findings,
+    port_findings,
+)
+from dspark.errors import DSparkError
+
+__all__ = ["add_doctor_arguments", "run_doctor"]
+
+_READY_S: Final = 10.0  # with the curve of this machine kept
+_STOPPED_S: Final = 5.0  # when idle
+_PORTS: Final = {"http": 8000, "grpc": 8001, "metrics": 8002, "live page": 8003}
 
 
-def _version(package: str) -> str:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dspark doctor`."""
+    parser.add_argument("--model-repository", type=Path, metavar="DIR", help="default: the clone's")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="where the ports are looked at (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="start a server on free ports, ask it once, stop it, and say how long each took",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print one line per finding; return 1 when one of them keeps a server from serving, else 0."""
+    from dspark.serving.contract import MODEL_NAME
+    from dspark.serving.paths import default_model_repository
+
+    repository = args.model_repository or default_model_repository()
+    findings: list[Finding] = []
+    for part in (
+        machine_findings(),
+        package_findings(),
+        port_findings(args.host, _PORTS),
+        model_findings(repository / MODEL_NAME / "1"),
+        _start_findings(repository) if args.start else iter(()),
+    ):
+        for finding in part:
+            findings.append(finding)
+            if not args.json:
+                print(f"{'BAD ' if finding.bad else 'ok  '} {finding.name:<14} {finding.text}", flush=True)
+    if args.json:
+        print(json.dumps([{"name": f.name, "text": f.text, "bad": f.bad} for f in findings], indent=1))
+    bad = [finding for finding in findings if finding.bad]
+    if bad and not args.json:
+        print(f"{len(bad)} of {len(findings)} findings are bad: {', '.join(finding.name for finding in bad)}")
+    return 1 if bad else 0
+
+
+def _start_findings(repository: Path) -> Iterator[Finding]:
+    """Start a server, ask it once, stop it; yield how long each took."""
+    from dspark.serving.process import ServerOptions, ServerProcess
+
+    options = ServerOptions(model_repository=repository, grpc_port=0, http_port=0, metrics_port=0)
+    server = ServerProcess(options=options)
+    started_s = time.monotonic()
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        server.start()
+        server.wait_ready()
+        yield _timed("ready", time.monotonic() - started_s, _READY_S)
+        asked_s = time.monotonic()
+        _ask(f"{server.http_url}/v2/models/dspark/generate")
+        yield Finding("first answer", f"after {time.monotonic() - asked_s:.2f} s")
+        stopping_s = time.monotonic()
+        server.stop()
+        yield _timed("stopped", time.monotonic() - stopping_s, _STOPPED_S)
+    except (DSparkError, OSError) as error:
+        yield Finding("start", f"{error}", bad=True)
+    finally:
+        server.stop(drain_timeout_s=0.0)
 
 
-def _native() -> str:
-    from dspark_plugins.native import native_available, native_unavailable_reason
-
-    return "runs here" if native_available() else f"cannot run here: {native_unavailable_reason()}"
-
-
-def _cuda() -> str:
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device"
+def _timed(name: str, seconds: float, limit_s: float) -> Finding:
+    slow = seconds > limit_s
+    return Finding(name, f"after {seconds:.2f} s" + (f", wanted is {limit_s:g} s" if slow else ""), bad=slow)
 
 
-def run_doctor(_args: argparse.Namespace) -> int:
-    """Print one line per fact; always returns 0."""
-    from dspark.executors.dtype import auto_dtype
-    from dspark.serving.tritonserver import find_tritonserver
-
-    try:
-        server = str(find_tritonserver().binary)
-    except Exception as error:
-        server = f"not found: {error}"
-    rows = [
-        ("machine", f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"),
-        ("C++ compiler", shutil.which("c++") or shutil.which("g++") or "none (the torch executor serves)"),
-        ("native executor", _native()),
-        ("default dtype", auto_dtype()),
-        ("CUDA", _cuda()),
-        ("tritonserver", server),
-        *(
-            (name, _version(name))
-            for name in ("numpy", "torch", "tokenizers", "gguf", "tritonclient", "tensorrt")
-        ),
-    ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    return 0
+def _ask(url: str) -> None:
+    """Ask for one token."""
+    body = json.dumps({"text_input": "Hello", "max_tokens": 1}).encode()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, data=body), timeout=60.0) as response:
+        response.read()
