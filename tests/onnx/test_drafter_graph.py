@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 from dspark.executors.interface import DraftBatch
+from dspark.executors.tensorrt_bindings import SampleHead
 from dspark_plugins.reference.block_sample import block_sample
 from support.dense_drafter import PAGE_SIZE, Bench
 from support.tiny_drafters import tiny_target_config
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+
+from dspark_build.export_block_sample import block_sample_function  # noqa: E402  (needs onnx)
+from support.onnx_models import run_operation  # noqa: E402
 
 LENGTHS = [9, 1, 14, 0]
 KINDS: dict[str, dict[str, Any]] = {
@@ -180,7 +184,6 @@ def _plain(bench: Bench, feeds: dict[str, Any], base: np.ndarray, hidden: np.nda
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 111, 999])
 def test_a_row_that_is_not_finite_ends_its_block(vocab_size: int) -> None:
-    session = _sample_session(vocab_size)
     rng = np.random.default_rng(vocab_size)
     base = rng.standard_normal((5, 3, vocab_size)).astype(np.float32) * 3
     base[1, 1, -1] = np.nan
@@ -201,49 +204,16 @@ def test_a_row_that_is_not_finite_ends_its_block(vocab_size: int) -> None:
         "min_p": 0 * one,
         "coupled": np.array([0, 1, 0, 1, 1], np.int32),
     }
-    got = session.run(None, feeds)
+    head = SampleHead(head=0, confidence=0, mapped=False, previous=False)
+    outputs: dict[str, Any] = {
+        "tokens": ("i32", ("R", 3)),
+        "num_tokens": ("i32", ("R",)),
+        "draft_probs": ("fp32", ("R", 3, vocab_size)),
+        "confidence_logits": ("fp32", ("R", 3)),
+    }
+    flags = {"head": 0, "confidence": 0, "mapped": 0, "previous": 0}
+    got = run_operation(block_sample_function(head), feeds, outputs, **flags)
     wanted = block_sample(*(torch.from_numpy(value) for value in feeds.values()), *[None] * 8)
     np.testing.assert_array_equal(wanted.num_tokens.numpy(), [3, 1, 0, 2, 3])
     for mine, plain in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, plain.numpy(), atol=1e-6)
-
-
-def _sample_session(vocab_size: int) -> Any:
-    """Return a session that holds the one operation, without a head."""
-    from dspark.executors.tensorrt_bindings import Binding, SampleHead
-    from dspark_build.export_block_sample import block_sample_function
-    from dspark_build.export_graph import DOMAIN, Graph, finished_model
-
-    head = SampleHead(head=0, confidence=0, mapped=False, previous=False)
-    shapes: dict[str, tuple[Any, tuple[int | str, ...]]] = {
-        "base_logits": ("fp32", ("R", 3, vocab_size)),
-        "hidden": ("fp32", ("R", 3, 4)),
-    }
-    ints, floats = ("anchors", "num_drafts", "positions"), ("temperature",)
-    for name in ints:
-        shapes[name] = ("i32", ("R",))
-    shapes["seeds"] = ("i64", ("R",))
-    for name in floats:
-        shapes[name] = ("fp32", ("R",))
-    shapes |= {"top_k": ("i32", ("R",)), "top_p": ("fp32", ("R",)), "min_p": ("fp32", ("R",))}
-    shapes["coupled"] = ("i32", ("R",))
-    outputs = {
-        "tokens": Binding("tokens", "i32", ("R", 3), "output"),
-        "num_tokens": Binding("num_tokens", "i32", ("R",), "output"),
-        "draft_probs": Binding("draft_probs", "fp32", ("R", 3, vocab_size), "output"),
-        "confidence_logits": Binding("confidence_logits", "fp32", ("R", 3), "output"),
-    }
-    g = Graph()
-    g.op_of(
-        "DSparkBlockSample",
-        *shapes,
-        outputs=[*outputs],
-        domain=DOMAIN,
-        head=0,
-        confidence=0,
-        mapped=0,
-        previous=0,
-    )
-    bindings = [Binding(name, dtype, shape) for name, (dtype, shape) in shapes.items()]
-    model = finished_model(g, "sample", [*bindings, *outputs.values()], [], [block_sample_function(head)])
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
