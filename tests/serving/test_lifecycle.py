@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from dspark.errors import ConfigError, EngineError
 from support.server import (
@@ -186,3 +187,33 @@ def test_every_problem_of_the_settings_is_told_at_once(repository, tmp_path):
         ):
             assert problem in said
     assert "max_batch_size: got 0, allowed is " in serve.said
+
+
+def test_a_reload_loses_no_running_stream(repository, tmp_path):
+    """The old model answers what it has begun, the new one what comes; then the old one's process ends."""
+    folder = tmp_path / "repository"
+    shutil.copytree(repository, folder)
+    with server_process(folder) as server:
+        alone = ask(server, text_input="number 0", temperature=0.0, ignore_eos=True, max_tokens=100)
+        (old,) = psutil.Process(server.pid).children()
+        command(server, "slow")
+        running = [
+            Ask(server, text_input="number 0", **{**LONG, "max_tokens": 100}),
+            Ask(server, text_input="number 1", **LONG),
+        ]
+        for stream in running:
+            stream.next()
+        (folder / "dspark" / "1" / "model.py").touch()
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(server._http, "/v2/repository/models/dspark/load", body={}, timeout_s=60)
+            assert loading.result(60) is not None
+        assert old.is_running(), "its streams are not at their end"
+        (new,) = [child for child in psutil.Process(server.pid).children() if child != old]
+        assert command(server, "stats")["num_running"] == 0, "the new model answers"
+        assert ask(server, text_input="x", max_tokens=3).error is None
+        running.pop().cancel()
+        reply = running.pop().wait()
+        assert reply.error is None and reply.ids == alone.ids and reply.finals == 1
+        until(lambda: not is_running(old.pid))
+        assert new.is_running() and server.fault() is None
+        assert ask(server, text_input="x", max_tokens=3).error is None

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Final
@@ -38,6 +39,7 @@ def run_serve(args: argparse.Namespace) -> int:
     dashboard: Dashboard | None = None
     try:
         with stop.installed():
+            started_s = time.monotonic()
             server.start()
             gateway = _gateway(args, server)
             with stop.interrupting():
@@ -46,6 +48,7 @@ def run_serve(args: argparse.Namespace) -> int:
                     gateway.start()
             dashboard = _dashboard(args, server)
             _announce(server, gateway, dashboard)
+            _say(f"it took {time.monotonic() - started_s:.1f} s to start")
             if args.run is not None:
                 return _run_command(args.run, server, gateway, stop)
             children: list[Child] = [server] if gateway is None else [server, gateway]
@@ -176,13 +179,14 @@ def _stop(server: ServerProcess, gateway: GatewayProcess | None, stop: _StopSign
     _say("stopping: running requests may end (once more Ctrl-C: at once)")
     if gateway is not None:
         gateway.end()  # it takes nothing new; its running answers end with the server's
+    started_s = time.monotonic()
     drained = threading.Thread(target=server.stop, name="dspark-stop")
     drained.start()
     while drained.is_alive():
         drained.join(0.1)
         if stop.count > 1:
             server.hurry()
-    _say("stopped")
+    _say(f"stopped after {time.monotonic() - started_s:.1f} s")
     return 0
 
 
