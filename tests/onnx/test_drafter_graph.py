@@ -16,10 +16,10 @@ from support.dense_drafter import PAGE_SIZE, Bench
 from support.tiny_drafters import tiny_target_config
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from dspark_build.export_block_sample import block_sample_function  # noqa: E402  (needs onnx)
-from support.onnx_models import run_operation  # noqa: E402
+from support.onnx_models import cpu_session, run_operation  # noqa: E402
 
 LENGTHS = [9, 1, 14, 0]
 KINDS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def _session(bench: Bench, folder: Path) -> tuple[Any, list[str]]:
     onnx.save(model, path)
     onnx.checker.check_model(str(path), full_check=True)
     names = [b.name for b in bindings if b.kind == "cache"]
-    return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]), names
+    return cpu_session(str(path)), names
 
 
 def _feeds(batch: DraftBatch, new: tuple[np.ndarray, np.ndarray, np.ndarray], padding: int) -> dict[str, Any]:

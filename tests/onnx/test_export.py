@@ -19,9 +19,10 @@ from support.tiny_drafters import write_good_drafter, write_tiny_drafter
 from support.tiny_models import DictWeights, write_tiny_target
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from dspark_build.export import ExportJob, export_pair  # noqa: E402  (needs onnx)
+from support.onnx_models import cpu_session  # noqa: E402
 
 FILES = {"target.onnx", "target.data", "drafter.onnx", "drafter.data", "export.json"}
 
@@ -203,7 +204,7 @@ def _run(path: Path, feeds: dict[str, Any], precision: str) -> np.ndarray:
         from onnx.reference import ReferenceEvaluator
 
         return np.asarray(ReferenceEvaluator(onnx.load(path)).run(["logits"], feeds)[0])
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = cpu_session(str(path))
     return np.asarray(session.run(["logits"], feeds)[0])
 
 
@@ -216,7 +217,7 @@ def test_a_drafter_in_sixteen_bits_drafts_as_in_thirty_two(head: Any, home: Path
     for precision in ("fp32", "fp16"):
         out = tmp_path / precision
         assert _export(home, out, "--drafter", str(tmp_path / "drafter"), "--precision", precision) == 0
-        session = ort.InferenceSession(str(out / "drafter.onnx"), providers=["CPUExecutionProvider"])
+        session = cpu_session(str(out / "drafter.onnx"))
         dtype = np.float16 if precision == "fp16" else np.float32
         rows = np.arange(6, dtype=np.int32)
         whole, real = np.zeros(1, np.int32), np.ones(1, np.float32)

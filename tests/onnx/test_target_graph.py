@@ -11,7 +11,9 @@ from dspark.executors.torch_target import TorchTarget
 from support.tiny_models import DictWeights, random_weights, tiny_config
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+
+from support.onnx_models import cpu_session  # noqa: E402  (needs onnx)
 
 PAGE, PAGES = 4, 24
 ROWS, CONTEXT = (9, 1, 4), (0, 0, 0)  # first pass; prefill, one row, prefill
@@ -59,7 +61,7 @@ def test_the_graph_equals_the_torch_executor(architecture: str, tree: bool, tmp_
         )
     onnx.save(model, tmp_path / "t.onnx")
     onnx.checker.check_model(str(tmp_path / "t.onnx"), full_check=True)
-    session = ort.InferenceSession(str(tmp_path / "t.onnx"), providers=["CPUExecutionProvider"])
+    session = cpu_session(str(tmp_path / "t.onnx"))
     torch_target = TorchTarget(config, weights, dtype="float32", feature_layer_ids=(-1, 1))
     torch_target.allocate_cache(num_pages=PAGES, page_size=PAGE)
     names = [f"kv_cache.{i}" for i in range(config.decoder.num_layers)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from dspark.executors.tensorrt_bindings import target_bindings
 from dspark.executors.tensorrt_buckets import EngineShapes, bucket, drafter_buckets, target_buckets
 from dspark.executors.tensorrt_buffers import BufferPlan
 from dspark.executors.tensorrt_cuda import CudaSession
-from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_engine_pair
+from dspark.executors.tensorrt_loading import EnginePair, built_shapes, engine_shapes, load_engine_pair
 from dspark.executors.torch_drafter import TorchBlockDrafter
 from dspark.executors.torch_target import TorchTarget
 from dspark.models.loading import TargetCheckpoint, load_target
@@ -355,6 +358,33 @@ def test_an_export_of_another_pair_is_refused(home: Home, tmp_path: Path) -> Non
 
     with pytest.raises(CheckpointError, match=r"target.onnx: ONNX Runtime cannot run it"):
         OnnxSession(tmp_path / "target.onnx")
+
+
+def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no engine.json; make it with `dspark-build engine`"):
+        built_shapes(tmp_path)
+    limits = {"max_batch": 4, "max_tokens": 6, "max_pages": 18, "page_size": PAGE, "block_size": 4}
+    (tmp_path / "engine.json").write_text(json.dumps({"limits": limits}))
+    assert built_shapes(tmp_path) == SHAPES
+    (tmp_path / "engine.json").write_text(json.dumps({"limits": {"max_batch": 4}}))
+    with pytest.raises(CheckpointError, match=r"engine.json cannot be read: KeyError\('max_tokens'\)"):
+        built_shapes(tmp_path)
+
+
+def test_every_call_of_the_tensorrt_session_exists() -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    cuda = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+    source = Path(inspect.getfile(CudaSession)).read_text(encoding="utf-8")
+    called = set(re.findall(r'"(cuda[A-Z]\w+)"', source)) | set(re.findall(r"\bcuda\.(cuda\w+)", source))
+    assert len(called) > 15
+    for name in called:
+        assert hasattr(cuda, name), name
+    of_context = set(re.findall(r"\bcontext\.(\w+)\(", source))
+    of_engine = set(re.findall(r"_engine\.(\w+)", source))
+    assert len(of_context) > 4 and len(of_engine) > 4
+    for owner, names in ((trt.IExecutionContext, of_context), (trt.ICudaEngine, of_engine)):
+        for name in names:
+            assert hasattr(owner, name), name
 
 
 def test_without_a_gpu_the_tensorrt_session_says_what_is_missing(home: Home) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from dspark_build.export_schedule import schedule_function
 from dspark_build.export_verify import verify_function, verify_inputs
-from support.onnx_models import run_operation
+from support.onnx_models import operation, run_operation
 
 CHAINS = [[-1], [-1, 0, 1, 2], [-1, 0], [], [-1, 0, 1], [-1, 0, 1, 2, 3]]
 TREES = [[-1, 0, 0, 0], [-1, 0, 0, 1, 1, 2, 3], [-1], [], [-1, 0, 0, 1, 2, 2, 5, 0, 7], [-1, 0, 1, 1]]
@@ -82,26 +82,29 @@ def _own_choice(feeds: dict[str, np.ndarray], i: int, row: int, depth: int) -> i
     )
 
 
-def _both(feeds: dict[str, np.ndarray], **form: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the answers of the body and of the plain operation."""
+def _forms(feeds: dict[str, np.ndarray], **form: bool) -> tuple[Any, Any]:
+    """Return body and plain operation, from feeds to accepted, path and next token."""
     names = verify_inputs(**form)
     outputs: dict[str, Any] = {
         "accepted": ("i32", ("R",)),
         "path": ("i32", ("R", MAX_DEPTH)),
         "next_token": ("i32", ("R",)),
     }
-    attributes = {name: int(value) for name, value in form.items()}
-    got = run_operation(
+    body = operation(
         verify_function(**form),
         {name: feeds[name] for name in names},
         outputs,
         max_depth=MAX_DEPTH,
-        **attributes,
+        **{name: int(value) for name, value in form.items()},
     )
     order = ("logits", "tokens", "query_start", "parents", "draft_probs", "prob_rows", "target_to_draft")
     rest = ("positions", "seeds", "temperature", "top_k", "top_p", "min_p", "coupled")
-    given = [torch.from_numpy(feeds[name]) if name in names else None for name in (*order, *rest)]
-    return list(got), [one.numpy() for one in verify(*given, MAX_DEPTH)]  # type: ignore[arg-type]
+
+    def plain(given: dict[str, np.ndarray]) -> list[np.ndarray]:
+        values = [torch.from_numpy(given[name]) if name in names else None for name in (*order, *rest)]
+        return [one.numpy() for one in verify(*values, MAX_DEPTH)]  # type: ignore[arg-type]
+
+    return body, plain
 
 
 @pytest.mark.parametrize(
@@ -118,13 +121,14 @@ def test_verification_is_that_of_the_plain_operation(
     tree: bool, probs: bool, mapped: bool, vocab_size: int
 ) -> None:
     accepted: list[int] = []
+    body, plain = _forms(_arguments(TREES, vocab_size, 0), tree=tree, probs=probs, mapped=mapped)
     for seed in range(6):
         feeds = _arguments(TREES if tree else CHAINS, vocab_size, seed)
         if seed == 5:
             feeds["logits"][2, 1] = np.nan
-        got, wanted = _both(feeds, tree=tree, probs=probs, mapped=mapped)
-        for mine, plain in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(mine, plain)
+        got = body(feeds)
+        for mine, theirs in zip(got, plain(feeds), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
         accepted += got[0].tolist()
     assert max(accepted) >= 2 and 0 in accepted
 
@@ -136,9 +140,9 @@ def test_drafts_over_the_whole_vocabulary_keep_their_probabilities() -> None:
     feeds["draft_probs"] = shares / shares.sum(1, keepdims=True)
     feeds["temperature"][:] = 1
     feeds["coupled"][:] = 0
-    got, wanted = _both(feeds, tree=True, probs=True, mapped=False)
-    for mine, plain in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(mine, plain)
+    body, plain = _forms(feeds, tree=True, probs=True, mapped=False)
+    for mine, theirs in zip(body(feeds), plain(feeds), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 1), (1, 7), (7, 5), (111, 3)])

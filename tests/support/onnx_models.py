@@ -1,8 +1,8 @@
-"""A model of one operation with its reference body, on ONNX Runtime."""
+"""Models on ONNX Runtime, and a model of one operation with its reference body."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,30 @@ import onnxruntime
 from dspark.executors.tensorrt_bindings import Binding
 from dspark_build.export_graph import DOMAIN, Graph, finished_model, plugin_attributes
 
-__all__ = ["run_operation"]
+__all__ = ["cpu_session", "operation", "run_operation"]
 
 _NAMES = {"float32": "fp32", "float16": "fp16", "int32": "i32", "int64": "i64"}
 
 
-def run_operation(
-    function: onnx.FunctionProto,
-    feeds: Mapping[str, np.ndarray],
-    outputs: Mapping[str, tuple[Any, tuple[int | str, ...]]],
-    **attributes: Any,
-) -> Sequence[np.ndarray]:
-    """Return the outputs of one call; `outputs` has type and shape of each by name."""
+Outputs = Mapping[str, tuple[Any, tuple[int | str, ...]]]
+
+
+def cpu_session(model: str | bytes) -> onnxruntime.InferenceSession:
+    """Return a session of one thread over a file or a serialised model; more of them would wait for each other."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def operation(
+    function: onnx.FunctionProto, feeds: Mapping[str, np.ndarray], outputs: Outputs, **attributes: Any
+) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    """Return a call of the operation.
+
+    Arguments:
+        feeds: inputs in order, for their types and ranks.
+        outputs: type and shape of each by name.
+    """
     g = Graph()
     g.op_of(function.name, *feeds, outputs=[*outputs], domain=DOMAIN, **attributes, **plugin_attributes())
     sides = {name: tuple(f"{name}{axis}" for axis in range(array.ndim)) for name, array in feeds.items()}
@@ -30,5 +42,12 @@ def run_operation(
     bindings += [Binding(name, dtype, shape, "output") for name, (dtype, shape) in outputs.items()]
     model = finished_model(g, "one", bindings, [], [function])
     onnx.checker.check_model(model, full_check=True)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run([*outputs], dict(feeds))  # type: ignore[no-any-return]
+    session = cpu_session(model.SerializeToString())
+    return lambda given: session.run([*outputs], {name: given[name] for name in feeds})
+
+
+def run_operation(
+    function: onnx.FunctionProto, feeds: Mapping[str, np.ndarray], outputs: Outputs, **attributes: Any
+) -> list[np.ndarray]:
+    """Return the outputs of one call."""
+    return operation(function, feeds, outputs, **attributes)(feeds)

@@ -1,7 +1,9 @@
 """TensorRT on a GPU as a `Session`: the calls of TensorRT and of the CUDA runtime, and nothing else.
 
-Copies go through one pinned mirror at fixed addresses, so that copies and kernels of a call are one CUDA graph. Written
-after the documentation of TensorRT 10 and later and of cuda-bindings 13; it has never run on a GPU.
+Copies go through one pinned mirror at fixed addresses, so that copies and kernels of a call are one CUDA graph. A
+context that was captured must not change shapes (NVIDIA/TensorRT issue 3798), so every graph has one of its own; all
+work in the same scratch memory, one call at a time. Written after the documentation of TensorRT 10 and later and of
+cuda-bindings 13; it has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _INSTALL = "pip install cuda-bindings, and NVIDIA's tensorrt or tensorrt-rtx"
 
 
 class CudaSession:
-    """One plan on one GPU; one execution context for each of its optimisation profiles.
+    """One plan on one GPU: a context for each optimisation profile, and one for each prepared call.
 
     Arguments:
         path: target.plan or drafter.plan.
@@ -46,10 +48,10 @@ class CudaSession:
         self._runtime = self._trt.Runtime(self._logger)
         self._engine = self._load(path)
         self._stream = self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
-        self._contexts = [self._context(index) for index in range(self._engine.num_optimization_profiles)]
-        self._graphs: dict[Call, Any] = {}
+        self._contexts: list[Any] = []  # by profile
+        self._captured: dict[Call, tuple[Any, Any]] = {}  # graph, and the context that must live as long
         self._plan: BufferPlan | None = None
-        self._base = self._host_base = 0
+        self._base = self._host_base = self._scratch = 0
 
     # Loading
 
@@ -67,11 +69,21 @@ class CudaSession:
         return engine
 
     def _context(self, profile: int) -> Any:
-        context = self._engine.create_execution_context()
+        """Return a new context with every tensor bound to its place."""
+        assert self._plan is not None
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._engine.create_execution_context(strategy)
         if context is None:
             raise CapacityError("TensorRT has no room for an execution context on this GPU")
-        if not context.set_optimization_profile_async(profile, int(self._stream)):
-            raise EngineError(f"TensorRT refuses optimisation profile {profile}")
+        if self._scratch:
+            context.set_device_memory(self._scratch, self._engine.device_memory_size_v2)
+        chosen = context.set_optimization_profile_async(profile, int(self._stream))
+        self._must(chosen, f"optimisation profile {profile}")
+        for name, buffer in self._plan.buffers.items():
+            names = [name, buffer.binding.alias] if buffer.binding.kind == "cache" else [name]
+            for one in names:
+                bound = context.set_tensor_address(one, self._base + buffer.offset)
+                self._must(bound, f"the address of {one}")
         return context
 
     # The session
@@ -83,23 +95,23 @@ class CudaSession:
         self._base = int(self._call("cudaMalloc", plan.device_bytes, memory=plan.device_bytes))
         self._call("cudaMemsetAsync", self._base, 0, plan.device_bytes, self._stream)
         self._host_base = int(self._call("cudaMallocHost", plan.host_bytes, memory=plan.host_bytes))
+        scratch = self._engine.device_memory_size_v2
+        if scratch:
+            self._scratch = int(self._call("cudaMalloc", scratch, memory=scratch))
         self._plan = plan
-        for context in self._contexts:
-            for name, buffer in plan.buffers.items():
-                names = [name, buffer.binding.alias] if buffer.binding.kind == "cache" else [name]
-                for one in names:
-                    self._must(
-                        context.set_tensor_address(one, self._base + buffer.offset), f"address of {one}"
-                    )
+        self._contexts = [self._context(index) for index in range(self._engine.num_optimization_profiles)]
         self._call("cudaStreamSynchronize", self._stream)
         memory = (ctypes.c_uint8 * plan.host_bytes).from_address(self._host_base)
         return np.ctypeslib.as_array(memory)
 
     def prepare(self, call: Call) -> None:
         """Capture a call in a CUDA graph; where this engine cannot be captured, calls stay as they are."""
-        self.run(call)  # TensorRT may allocate and choose at the first run of a shape; a capture must not
-        context = self._context_for(call)
-        capturable = getattr(context, "is_stream_capturable", None)
+        self._set_device()
+        context = self._context(self._profile_of(call))
+        self._shape(context, call)
+        self._enqueue(context, call)  # TensorRT may allocate and choose at the first run; a capture must not
+        self._call("cudaStreamSynchronize", self._stream)
+        capturable = getattr(context, "is_stream_capturable", None)  # TensorRT for RTX tells
         if capturable is not None and not capturable(int(self._stream)):
             return
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -108,38 +120,44 @@ class CudaSession:
             self._enqueue(context, call)
         finally:  # a capture that fails must end too
             graph = self._call("cudaStreamEndCapture", self._stream)
-        self._graphs[call] = self._call("cudaGraphInstantiate", graph, 0)
+        self._captured[call] = self._call("cudaGraphInstantiate", graph, 0), context
         self._call("cudaGraphDestroy", graph)
 
     def run(self, call: Call) -> None:
         """Copy in, run, copy out, wait."""
         self._set_device()
-        graph = self._graphs.get(call)
-        if graph is not None:
-            self._call("cudaGraphLaunch", graph, self._stream)
+        if call in self._captured:
+            self._call("cudaGraphLaunch", self._captured[call][0], self._stream)
         else:
-            context = self._context_for(call)
-            for name, shape in call.shapes:
-                if self._buffer(name).binding.kind != "output":
-                    self._must(context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
+            context = self._contexts[self._profile_of(call)]
+            self._shape(context, call)
             self._enqueue(context, call)
         self._call("cudaStreamSynchronize", self._stream)
 
     def close(self) -> None:
         """Free graphs, memory and stream."""
         self._set_device()
-        for graph in self._graphs.values():
+        for graph, _ in self._captured.values():
             self._call("cudaGraphExecDestroy", graph)
-        self._graphs.clear()
+        self._captured.clear()
         self._contexts.clear()
         self._engine = self._runtime = None
-        if self._base:
-            self._call("cudaFree", self._base)
-            self._call("cudaFreeHost", self._host_base)
-            self._base = self._host_base = 0
+        for address, free in (
+            (self._scratch, "cudaFree"),
+            (self._base, "cudaFree"),
+            (self._host_base, "cudaFreeHost"),
+        ):
+            if address:
+                self._call(free, address)
+        self._base = self._host_base = self._scratch = 0
         self._call("cudaStreamDestroy", self._stream)
 
     # Parts
+
+    def _shape(self, context: Any, call: Call) -> None:
+        for name, shape in call.shapes:
+            if self._buffer(name).binding.kind != "output":
+                self._must(context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
 
     def _enqueue(self, context: Any, call: Call) -> None:
         """Put copies and kernels of a call on the stream; may be captured."""
@@ -165,17 +183,17 @@ class CudaSession:
         assert self._plan is not None, "allocate comes before the first run"
         return self._plan.buffers[name]
 
-    def _context_for(self, call: Call) -> Any:
-        """Return the context of the first profile that takes the shapes of a call.
+    def _profile_of(self, call: Call) -> int:
+        """Return the first optimisation profile that takes the shapes of a call.
 
         Raises:
             EngineError: none does.
         """
         inputs = [(n, shape) for n, shape in call.shapes if self._buffer(n).binding.kind != "output"]
-        for index, context in enumerate(self._contexts):
-            if all(self._admits(index, name, shape) for name, shape in inputs):
-                return context
-        told = ", ".join(f"{name} {list(shape)}" for name, shape in inputs[:8])
+        for profile in range(self._engine.num_optimization_profiles):
+            if all(self._admits(profile, name, shape) for name, shape in inputs):
+                return profile
+        told = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
         raise EngineError(f"no optimisation profile of this engine takes {told}")
 
     def _admits(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
+from dspark.errors import CheckpointError
 from dspark.executors.tensorrt_bindings import (
     Binding,
     drafter_bindings,
@@ -22,7 +24,7 @@ from dspark.executors.tensorrt_target import TensorRTTarget
 from dspark.models.config import TargetConfig
 from dspark.models.loading import TargetCheckpoint
 
-__all__ = ["Backend", "EnginePair", "checked_export", "engine_shapes", "load_engine_pair"]
+__all__ = ["Backend", "EnginePair", "built_shapes", "checked_export", "engine_shapes", "load_engine_pair"]
 
 Backend = Literal["tensorrt", "onnxruntime"]
 
@@ -75,14 +77,44 @@ def engine_shapes(
     Arguments:
         max_step_tokens: prompt rows of a step; a row and a block for every sequence come on top.
     """
+    return _shapes(
+        max_sequences,
+        max_step_tokens,
+        max_pages=-(-(max_context_len + block_size) // page_size) + 1,
+        block_size=block_size,
+    )
+
+
+def built_shapes(folder: Path) -> EngineShapes:
+    """Return the shapes that the plans in a folder were built for, from its engine.json.
+
+    Raises:
+        CheckpointError: there is none, or it does not say.
+    """
+    path = folder / "engine.json"
+    try:
+        limits = json.loads(path.read_text(encoding="utf-8"))["limits"]
+        return _shapes(
+            limits["max_batch"],
+            limits["max_tokens"],
+            max_pages=limits["max_pages"],
+            block_size=limits["block_size"],
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: has no engine.json; make it with `dspark-build engine`") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def _shapes(max_sequences: int, max_step_tokens: int, *, max_pages: int, block_size: int) -> EngineShapes:
     steps = max_sequences * (1 + block_size)
     return EngineShapes(
         max_sequences=max_sequences,
         max_tokens=max_step_tokens + steps,
         max_logit_rows=steps + max_sequences,
-        max_pages=-(-(max_context_len + block_size) // page_size) + 1,
+        max_pages=max_pages,
         max_new_rows=max_step_tokens + steps,
-        max_words=max(1, -(-(1 + block_size) // 32)),
+        max_words=-(-(1 + block_size) // 32),
     )
 
 
@@ -100,7 +132,7 @@ def load_engine_pair(
 
     Arguments:
         folder: what `dspark-build export` left, for TensorRT with target.plan and drafter.plan beside it.
-        shapes: the largest calls; for TensorRT within the profiles that the plans were built with.
+        shapes: the largest calls; for TensorRT those of `built_shapes` or less.
         num_threads: of ONNX Runtime; 0 = one per core.
 
     Raises:
