@@ -74,6 +74,12 @@ COMMANDS = (
         "write target and drafter as ONNX files for TensorRT and ONNX Runtime",
         "dspark-build export --target model.gguf --drafter out/run/drafter --out out/onnx --precision bf16",
     ),
+    _Command(
+        "engine",
+        "dspark_build.engine",
+        "build TensorRT engines of target and drafter, no GPU needed",
+        "dspark-build engine --target model.gguf --drafter out/run/drafter --sm 89 --out out/engine",
+    ),
 )
 
 

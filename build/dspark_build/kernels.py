@@ -120,13 +120,17 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 
 def build_kernels(
-    variants: Sequence[Variant], sms: Sequence[int], out: Path, *, num_jobs: int
+    variants: Sequence[Variant], sms: Sequence[int], out: Path, *, num_jobs: int, quiet: bool = False
 ) -> list[KernelEntry]:
     """Bring a folder up to date and return what is in it now.
+
+    Arguments:
+        quiet: show progress alone, not the folder.
 
     Raises:
         CapacityError: a kernel needs more shared memory than an architecture has, or the disk is full.
     """
+    tell = (lambda _: None) if quiet else say
     tools = _tool_versions()
     source = _source_hash()
     wanted = {
@@ -145,7 +149,7 @@ def build_kernels(
     if not missing and set(kept) == {(e.key, e.sm) for e in _existing(out)}:
         say(f"nothing to do: the {len(kept)} kernels in {out} were made from the same inputs")
         return [kept[pair] for pair in wanted]
-    say(
+    tell(
         f"{len(missing)} of {len(wanted)} kernels to compile, triton {tools['triton']}, ptxas {tools['ptxas']}"
     )
     made = {(entry.key, entry.sm): entry for entry in _compile_all(missing, out, num_jobs)}
@@ -158,7 +162,7 @@ def build_kernels(
     write_text(out / NAME, json.dumps(manifest, indent=1) + "\n")
     _remove_strangers(out, {entry.file for entry in entries})
     size = sum((out / entry.file).stat().st_size for entry in entries)
-    say(f"{len(entries)} kernels, {size / 1e6:.1f} MB, and {NAME} in {out}")
+    tell(f"{len(entries)} kernels, {size / 1e6:.1f} MB, and {NAME} in {out}")
     return entries
 
 

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dspark_plugins.kernels.plans import Variant
 from dspark_plugins.kernels.signatures import arguments_of
@@ -50,7 +51,11 @@ def pick(forms: Mapping[str, Form], variant: Variant) -> Form:
 
 def encode_forms(forms: Iterable[Form]) -> tuple[bytes, bytes]:
     """Return what `decode_forms` takes: a table (JSON) and the packed cubins."""
-    ordered = sorted(forms, key=lambda form: form.key)
+    return _encoded(tuple(sorted(forms, key=lambda form: form.key)))
+
+
+@lru_cache(maxsize=8)  # a model's layers have the same forms, and TensorRT asks each several times
+def _encoded(ordered: tuple[Form, ...]) -> tuple[bytes, bytes]:
     table = [
         {
             "key": form.key,
@@ -65,7 +70,7 @@ def encode_forms(forms: Iterable[Form]) -> tuple[bytes, bytes]:
         }
         for form in ordered
     ]
-    packed = zlib.compress(b"".join(form.cubin for form in ordered), 9)
+    packed = zlib.compress(b"".join(form.cubin for form in ordered))
     return json.dumps(table, separators=(",", ":")).encode(), packed
 
 

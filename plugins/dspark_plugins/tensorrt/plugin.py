@@ -12,7 +12,9 @@ arguments and starts kernels: it allocates nothing and waits for nothing, so a C
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from dspark_plugins.tensorrt.module import load_tensorrt
 from dspark_plugins.tensorrt.operation import Buffer, Fill, Operation
 from dspark_plugins.tensorrt.operations import OPERATIONS
 
-__all__ = ["NAMESPACE", "VERSION", "Compiler", "Creator", "Plugin", "register"]
+__all__ = ["NAMESPACE", "VERSION", "Compiler", "Creator", "Plugin", "Tools", "register"]
 
 trt = load_tensorrt()
 
@@ -40,6 +42,30 @@ _DTYPES = {
     trt.int64: "i64",
 }
 _ALIGNMENT = 256  # bytes, of every piece of scratch memory
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What all plugins of one registration share."""
+
+    compiler: Compiler  # gives kernels while building
+    launcher: Launcher  # starts them
+    failures: list[Exception] = field(default_factory=list)  # TensorRT tells less of an exception than it was
+
+
+def _telling(method: _F) -> _F:
+    """Keep the exceptions that a method raises into TensorRT."""
+
+    @wraps(method)
+    def kept(self: Plugin, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except Exception as error:
+            self.tools.failures.append(error)
+            raise
+
+    return kept  # type: ignore[return-value]
 
 
 class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
@@ -48,13 +74,9 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
     Arguments:
         operation: what it does.
         kernels: its compiled forms by their variants' keys; none before `configure_plugin`.
-        compiler: where they come from while building.
-        launcher: what starts them.
     """
 
-    def __init__(
-        self, operation: Operation, kernels: Mapping[str, Form], compiler: Compiler, launcher: Launcher
-    ) -> None:
+    def __init__(self, operation: Operation, kernels: Mapping[str, Form], tools: Tools) -> None:
         trt.IPluginV3.__init__(self)
         trt.IPluginV3OneCore.__init__(self)
         trt.IPluginV3OneBuildV2.__init__(self)
@@ -65,8 +87,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         self.num_outputs = len(operation.outputs)
         self.operation = operation
         self.kernels = kernels
-        self.compiler = compiler
-        self.launcher = launcher
+        self.tools = tools
         self._arrays: list[npt.NDArray[Any]] = []  # what serialised fields point at
 
     # Core
@@ -75,14 +96,16 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         return self
 
     def clone(self) -> Plugin:
-        return Plugin(self.operation, self.kernels, self.compiler, self.launcher)
+        return Plugin(self.operation, self.kernels, self.tools)
 
     # Building
 
+    @_telling
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         by_name = {name: kind for kind, name in _DTYPES.items()}
         return [by_name[name] for name in self.operation.output_dtypes([_DTYPES[t] for t in input_types])]
 
+    @_telling
     def get_output_shapes(
         self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any
     ) -> list[Any]:
@@ -100,6 +123,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
             return False
         return self.operation.accepts(pos, [_DTYPES.get(desc.type, "") for desc in asked])
 
+    @_telling
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Keep the kernels that these inputs can need, and no others."""
         if len(inputs) != len(self.operation.inputs):
@@ -108,12 +132,13 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         shapes = [tuple(given.desc.dims) for given in inputs]
         dtypes = [_DTYPES[given.desc.type] for given in inputs]
         chosen = self.operation.variants(shapes, dtypes)
-        compiled = self.compiler(chosen)
+        compiled = self.tools.compiler(chosen)
         self.kernels = {variant.key: pick(compiled, variant) for variant in chosen}
 
     def get_aliased_input(self, output_index: int) -> int:
         return self.operation.aliases.get(output_index, -1)
 
+    @_telling
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
         sizes = self.operation.scratch([tuple(given.max) for given in inputs])
         return sum(_aligned(size) for size in sizes)
@@ -135,13 +160,14 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
             kind = trt.PluginFieldType.INT32 if whole else trt.PluginFieldType.FLOAT32
             fields.append((name, array, kind))
         self._arrays = [array for _, array, _ in fields]  # a field holds an address, not the array
-        return trt.PluginFieldCollection([trt.PluginField(*field) for field in fields])
+        return trt.PluginFieldCollection([trt.PluginField(*one) for one in fields])
 
+    @_telling
     def attach_to_context(self, context: Any) -> Plugin:
         """Return a plugin for one execution context, its kernels on the device."""
         attached = self.clone()
         for form in self.kernels.values():
-            self.launcher.load(form)
+            self.tools.launcher.load(form)
         return attached
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -150,6 +176,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
     def set_tactic(self, tactic: int) -> None:
         pass
 
+    @_telling
     def enqueue(
         self,
         input_desc: Sequence[Any],
@@ -165,12 +192,14 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         for size in self.operation.scratch([buffer.shape for buffer in given]):
             scratch.append(workspace)
             workspace += _aligned(size)
-        multiprocessors = self.launcher.num_multiprocessors()
+        multiprocessors = self.tools.launcher.num_multiprocessors()
         for step in self.operation.launches(given, made, scratch, multiprocessors):
             if isinstance(step, Fill):
-                self.launcher.fill(step.address, step.num_words, stream)
+                self.tools.launcher.fill(step.address, step.num_words, stream)
             elif 0 not in step.grid:
-                self.launcher.launch(pick(self.kernels, step.variant), step.grid, step.arguments, stream)
+                self.tools.launcher.launch(
+                    pick(self.kernels, step.variant), step.grid, step.arguments, stream
+                )
 
 
 class Creator(trt.IPluginCreatorV3One):
@@ -178,17 +207,16 @@ class Creator(trt.IPluginCreatorV3One):
 
     Arguments:
         operation: class of the operation.
-        compiler: gives the kernels of engines that are built.
-        launcher: what its plugins start kernels with.
+        tools: what its plugins use.
     """
 
-    def __init__(self, operation: type[Operation], compiler: Compiler, launcher: Launcher) -> None:
+    def __init__(self, operation: type[Operation], tools: Tools) -> None:
         trt.IPluginCreatorV3One.__init__(self)
         self.name = operation.name
         self.plugin_namespace = NAMESPACE
         self.plugin_version = VERSION
         self.field_names = trt.PluginFieldCollection([trt.PluginField(name) for name in operation.attributes])
-        self._operation, self._compiler, self._launcher = operation, compiler, launcher
+        self._operation, self.tools = operation, tools
 
     def create_plugin(self, name: str, fields: Any, phase: Any) -> Plugin:
         """Make a plugin from a node's attributes or a plan's fields.
@@ -196,7 +224,7 @@ class Creator(trt.IPluginCreatorV3One):
         Raises:
             ValueError: an attribute is missing or wrong, or the plan's kernels are damaged.
         """
-        data = {field.name: field.data for field in fields}
+        data = {one.name: one.data for one in fields}
         numbers = {name: data[name][0].item() for name in self._operation.attributes if name in data}
         kernels: Mapping[str, Form] = {}
         if phase == trt.TensorRTPhase.RUNTIME:
@@ -204,7 +232,7 @@ class Creator(trt.IPluginCreatorV3One):
             if missing:
                 raise ValueError(f"{self.name}: the plan lacks the fields {', '.join(missing)}")
             kernels = decode_forms(_bytes(data[_TABLE]), _bytes(data[_CUBINS]))
-        return Plugin(self._operation(numbers), kernels, self._compiler, self._launcher)
+        return Plugin(self._operation(numbers), kernels, self.tools)
 
 
 def register(compiler: Compiler | None = None, launcher: Launcher | None = None) -> list[Creator]:
@@ -215,11 +243,11 @@ def register(compiler: Compiler | None = None, launcher: Launcher | None = None)
         launcher: None = the CUDA driver.
 
     Returns:
-        The creators; they must live as long as engines are built or loaded.
+        The creators; they must live as long as engines are built or loaded. Their `tools.failures` keep exceptions.
     """
     registry = trt.get_plugin_registry()
-    started = DriverLauncher() if launcher is None else launcher
-    creators = [Creator(operation, compiler or _no_compiler, started) for operation in OPERATIONS.values()]
+    tools = Tools(compiler or _no_compiler, launcher or DriverLauncher())
+    creators = [Creator(operation, tools) for operation in OPERATIONS.values()]
     for creator in creators:
         earlier = registry.get_creator(creator.name, VERSION, NAMESPACE)
         if earlier is not None:

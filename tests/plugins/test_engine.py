@@ -1,0 +1,266 @@
+"""`dspark-build engine`: what it leaves, when it does nothing, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from dspark.drafters.checkpoint import load_drafter_checkpoint
+from dspark.errors import CheckpointError, ConfigError, EngineError
+from dspark.executors.tensorrt_bindings import Binding
+from dspark.executors.tensorrt_buckets import drafter_buckets, target_buckets
+from dspark.executors.tensorrt_loading import checked_export, engine_shapes
+from dspark.models.loading import load_target
+from dspark_build.cli import main
+from dspark_build.engine import remove_strangers
+from dspark_build.engine_profiles import EngineLimits, profile_shapes, profiles_of
+from dspark_build.engine_report import layers_of, missing_plugins, report_text
+from dspark_plugins.tensorrt.module import INSTALL, tensorrt_name
+from support.tiny_drafters import write_tiny_drafter
+from support.tiny_models import write_tiny_target
+
+if tensorrt_name() is None:
+    pytest.skip(f"TensorRT is not installed: {INSTALL}", allow_module_level=True)
+if tensorrt_name() == "tensorrt":
+    pytest.skip("this TensorRT builds for the GPU at hand alone", allow_module_level=True)
+onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+
+from dspark_build.engine_manifest import load_engine_manifest, whole_engine  # noqa: E402
+
+FILES = {
+    *("target.plan", "target.layers.md", "drafter.plan", "drafter.layers.md"),
+    *("engine.json", "export.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("engine")
+    write_tiny_target(home / "target")
+    write_tiny_drafter(home / "drafter", home / "target", rank=8)
+    shutil.copytree(home / "drafter", home / "foreign")
+    raw = json.loads((home / "foreign" / "config.json").read_text())
+    (home / "foreign" / "config.json").write_text(json.dumps(raw | {"target_hash": "0123"}))
+    assert engine(home, home / "built") == 0
+    return home
+
+
+def engine(home: Path, out: Path, **options: str) -> int:
+    given = {
+        "target": str(home / "target"),
+        "drafter": str(home / "drafter"),
+        "sm": "89",
+        "out": str(out),
+        "precision": "fp16",
+        "max-batch": "3",
+        "max-tokens": "32",
+        "max-pages": "8",
+        "page-size": "4",
+    } | options
+    return main(["engine", *(word for name, value in given.items() for word in (f"--{name}", value))])
+
+
+def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
+    built = home / "built"
+    assert {path.name for path in built.iterdir()} == FILES
+    manifest = whole_engine(built)
+    target, drafter = manifest.plans
+    layers = load_target(home / "target").config.decoder.num_layers
+    assert (target.num_plugins, target.kinds["PluginV3"]) == (layers, 2 * layers)
+    assert drafter.num_plugins == 2 + 1
+    assert drafter.kinds["PluginV3"] + drafter.kinds.get("custom_layer", 0) == 2 * 3
+    # Chains and trees, at tiles of 16 and 32 rows whole and in pieces, of 64 whole.
+    assert target.kernels == {"attention_kernel": 10, "merge_splits_kernel": 1}
+    assert set(drafter.kernels) == {
+        *("attention_kernel", "write_rows_kernel", "merge_splits_kernel", "block_sample_kernel")
+    }
+    assert (manifest.sm, manifest.precision, manifest.block_size) == (89, "fp16", 4)
+    assert [binding["name"] for binding in target.bindings][:2] == ["tokens", "positions"]
+    page = (built / "target.layers.md").read_text()
+    assert page.count("| PluginV3 |") == 2 * layers and "Profile 1: prompts" in page
+
+
+def test_the_runtime_takes_the_folder_and_refuses_a_cut_plan(home: Path, tmp_path: Path) -> None:
+    target = load_target(home / "target").config
+    drafter = load_drafter_checkpoint(home / "drafter", target=target)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for path in (home / "built").iterdir():
+        (cut / path.name).write_bytes(path.read_bytes())
+    assert checked_export(cut, target=target, drafter=drafter, page_size=4).precision == "fp16"
+    data = (cut / "target.plan").read_bytes()
+    (cut / "target.plan").write_bytes(data[:100])
+    with pytest.raises(CheckpointError, match=f"target.plan: must have {len(data)} bytes, has 100"):
+        checked_export(cut, target=target, drafter=drafter, page_size=4)
+    with pytest.raises(
+        CheckpointError, match=f"must have {len(data)} bytes, has 100; build the engine again"
+    ):
+        whole_engine(cut)
+    (cut / "target.plan").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="sha256 must be"):
+        whole_engine(cut)
+    (cut / "target.plan").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        whole_engine(cut)
+
+
+def test_unchanged_inputs_are_nothing_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (home / "built").iterdir()}
+    capsys.readouterr()
+    assert engine(home, home / "built") == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (home / "built").iterdir()} == before
+
+
+def test_a_target_alone_leaves_no_drafter_of_an_earlier_build(home: Path, tmp_path: Path) -> None:
+    for name in FILES:
+        (tmp_path / name).write_text("earlier")
+    remove_strangers(tmp_path, load_engine_manifest(home / "built").plans[:1])
+    assert {path.name for path in tmp_path.iterdir()} == FILES - {"drafter.plan", "drafter.layers.md"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("sm", "blackwell", "--sm: got 'blackwell', allowed is one of 80, 86"),
+        ("sm", "90", "--sm: got 90, which tensorrt_rtx"),
+        ("sm", "75", "--sm: got 75, for which there are no kernels"),
+        ("precision", "fp8", "--precision: got 'fp8', allowed are fp32, fp16, bf16"),
+        ("max-batch", "0", "--max-batch: got 0, allowed is 1 or more"),
+        ("max-pages", "99999999", "--max-batch, --max-pages: kv_cache.0 would have"),
+        ("drafter", "foreign", "target_hash: the drafter was made for 0123"),
+        ("drafter", "nowhere", "--drafter: must be none or the folder of a checkpoint, got"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_left(
+    option: str, value: str, told: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if option == "drafter":
+        value = str(home / value)
+    assert engine(home, tmp_path / "out", **{option: value}) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_a_precision_that_the_chip_lacks(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert engine(home, tmp_path / "out", sm="75", precision="bf16") == 2
+    assert "--precision: got 'bf16', which sm 75 does not have" in capsys.readouterr().err
+
+
+def test_a_file_in_the_way(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert engine(home, tmp_path / "out") == 2
+    assert "--out: must be a folder" in capsys.readouterr().err
+
+
+def test_a_missing_tensorrt_says_how_to_install_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dspark_build.engine.tensorrt_name", lambda: None)
+    assert engine(home, tmp_path / "out") == 2
+    assert "building engines needs TensorRT: pip install tensorrt-rtx" in capsys.readouterr().err
+
+
+def test_an_engine_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="dspark-build engine"):
+        load_engine_manifest(tmp_path)
+    (tmp_path / "engine.json").write_text(json.dumps({"format_version": 9}))
+    with pytest.raises(CheckpointError, match="format_version must be 1, got 9"):
+        load_engine_manifest(tmp_path)
+    (tmp_path / "engine.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_engine_manifest(tmp_path)
+
+
+def test_a_graph_that_a_plugin_refuses_is_told_in_the_plugins_words(tmp_path: Path) -> None:
+    from dspark_build.engine_kernels import KernelCompiler
+    from dspark_build.engine_plan import build_plan
+
+    kinds = {"fp16": onnx.TensorProto.FLOAT16, "fp32": onnx.TensorProto.FLOAT, "i32": onnx.TensorProto.INT32}
+    bindings = [
+        *(
+            Binding("q", "fp16", ("T", 5, 8)),
+            Binding("k", "fp16", ("T", 2, 8)),
+            Binding("v", "fp16", ("T", 2, 8)),
+        ),
+        *(Binding("cache", "fp16", ("S", 2, 2, 8), "cache"), Binding("cos", "fp32", ("T", 4))),
+        *(Binding("sin", "fp32", ("T", 4)), Binding("table", "i32", ("R", "P"))),
+        *(
+            Binding("start", "i32", ("R+1",)),
+            Binding("context", "i32", ("R",)),
+            Binding("slots", "i32", ("T",)),
+        ),
+        *(Binding("at", "i32", ("T",)), Binding("masks", "i32", ("T", "W"))),
+    ]
+    node = onnx.helper.make_node(
+        "DSparkPagedAttention", [b.name for b in bindings], ["out", "cache.out"], domain="dspark", name="out",
+        plugin_namespace="dspark", plugin_version="1", page_size=4, scale=1.0, window=0,
+    )  # fmt: skip
+    values = {b.name: onnx.helper.make_tensor_value_info(b.name, kinds[b.dtype], b.shape) for b in bindings}
+    made = [
+        onnx.helper.make_tensor_value_info("out", kinds["fp16"], ["T", 5, 8]),
+        onnx.helper.make_tensor_value_info("cache.out", kinds["fp16"], ["S", 2, 2, 8]),
+    ]
+    graph = onnx.helper.make_graph([node], "g", list(values.values()), made)
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("dspark", 1)]
+    )
+    onnx.save(model, tmp_path / "bad.onnx")
+    limits = EngineLimits(max_batch=2, max_tokens=8, max_pages=4, page_size=4, block_size=3)
+    with pytest.raises(EngineError, match="ValueError: DSparkPagedAttention: 2 key heads must divide 5"):
+        build_plan(tmp_path / "bad.onnx", bindings, profiles_of(limits), KernelCompiler(89, num_jobs=1))
+
+
+@pytest.mark.parametrize(("batch", "tokens", "block"), [(1, 1, 1), (3, 100, 4), (16, 2048, 7), (64, 512, 15)])
+def test_every_call_that_the_runtime_prepares_is_within_a_profile(
+    batch: int, tokens: int, block: int
+) -> None:
+    limits = EngineLimits(max_batch=batch, max_tokens=tokens, max_pages=33, page_size=16, block_size=block)
+    shapes = engine_shapes(
+        max_sequences=batch,
+        max_step_tokens=tokens,
+        max_context_len=32 * 16 - block,
+        page_size=16,
+        block_size=block,
+    )
+    decode, prompts = profiles_of(limits)
+    assert prompts.sizes["S"][2] >= batch * 33 * 16
+    for sizes in [*target_buckets(shapes), *drafter_buckets(shapes, block), shapes.largest()]:
+        assert all(prompts.sizes[name][0] <= n <= prompts.sizes[name][2] for name, n in sizes.items()), sizes
+    steps = [s for s in target_buckets(shapes) if s["T"] <= batch * (1 + block)]
+    assert steps
+    for sizes in steps:
+        assert all(decode.sizes[name][0] <= n <= decode.sizes[name][2] for name, n in sizes.items()), sizes
+
+
+def test_a_tensor_that_is_too_large_is_named() -> None:
+    limits = EngineLimits(max_batch=1024, max_tokens=8, max_pages=4096, page_size=16, block_size=7)
+    cache = Binding("kv_cache.0", "bf16", ("S", 2, 8, 128), "cache")
+    with pytest.raises(ConfigError, match="kv_cache.0 would have 137"):
+        profile_shapes([cache], profiles_of(limits)[0])
+
+
+LOG = """Layers:
+Name: {ForeignNode}, LayerType: NoOp, Inputs: []
+Name: gemm_1_myl0, LayerType: gemm, Inputs: [], TacticName: sm89_gemm, Metadata: [ONNX Layer: a][ONNX Layer: b]
+Name: attended_2, LayerType: PluginV3, Inputs: []
+Name: tokens_U3_myl1_10, LayerType: custom_layer, Inputs: []
+Name: attended_2 [profile 1], LayerType: PluginV3, Inputs: []
+Name: gemm_1_myl2, LayerType: gemm, Inputs: [], TacticName: sm89_gemm, StreamId: 0, Metadata: [ONNX Layer: a]"""
+
+
+def test_the_log_tells_layers_and_what_became_of_plugins() -> None:
+    layers = layers_of(["Engine built", LOG])
+    assert [layer.profile for layer in layers] == [0, 0, 0, 0, 1, 1]
+    assert layers[1].tactic == "sm89_gemm" and layers[1].origins == ("a", "b")
+    assert missing_plugins(layers, ["attended_2"], num_profiles=2) == []
+    assert missing_plugins(layers, ["tokens"], num_profiles=1) == []
+    assert missing_plugins(layers, ["attended_2", "tokens", "attended"], num_profiles=2) == [
+        "tokens",
+        "attended",
+    ]
+    assert "1 PluginV3, 1 gemm" in report_text("Layers", layers, ["decode", "prompts"])
