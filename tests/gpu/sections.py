@@ -1,0 +1,284 @@
+"""The sections of a run, in order; each fills the results and asks how much time is left."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from dspark.errors import ConfigError
+from dspark.models.loading import load_target
+from dspark_build.kernel_report import loads_of
+from dspark_plugins.kernels.chips import CHIPS
+from dspark_plugins.kernels.sets import SHAPES
+from dspark_plugins.tensorrt.driver import DriverLauncher
+from dspark_plugins.tensorrt.forms import pick
+from dspark_plugins.tensorrt.module import tensorrt_name
+from dspark_plugins.tensorrt.operation import Buffer, Fill, Operation
+from dspark_plugins.tensorrt.operations import OPERATIONS
+from torch import Tensor
+
+from gpu.cases import Case, awkward_cases, load_case, moved
+from gpu.decode import greedy
+from gpu.device import capture, measure_speed, seconds_of
+from gpu.results import Check, Results, Timing
+
+__all__ = ["SECTIONS", "difference"]
+
+TimeLeft = Callable[[], float]  # seconds
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PROMPTS = ([1, 4, 7, 9, 12], [3], [5, 6, 8] * 11, [2, 9])
+
+
+def outputs_of(case: Case, device: str) -> list[Tensor]:
+    """Run a case with arguments of its own; return what it gives and what it wrote in place."""
+    given = moved(case.arguments, device)
+    out = case.op(*given)
+    made = list(out) if isinstance(out, tuple) else [out]
+    if case.num_rows is not None:
+        made[0] = made[0][: case.num_rows]
+    if case.written is not None:
+        made.append(given[case.written])
+    if "block_sample" in case.name:
+        made = _meaningful_draws(made, given[6])
+    return [x.cpu() for x in made]
+
+
+def _meaningful_draws(made: list[Tensor], temperature: Tensor) -> list[Tensor]:
+    """Leave out what is undefined: q of greedy blocks and behind the last draft."""
+    tokens, num_tokens, probs, rated = made
+    inside = torch.arange(probs.shape[1], device=probs.device)[None] < num_tokens[:, None]
+    kept = inside & (temperature > 0)[:, None]
+    return [tokens, num_tokens, torch.where(kept[..., None], probs, 0.0), rated]
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest distance, NaN at the same places being equal; infinity where only one has them."""
+    if mine.shape != theirs.shape or not torch.equal(mine.isnan(), theirs.isnan()):
+        return float("inf")
+    both = (mine.double().nan_to_num() - theirs.double().nan_to_num()).abs()
+    return float(both.max()) if both.numel() else 0.0
+
+
+def kernels(results: Results, time_left: TimeLeft) -> None:
+    """Kernels equal their plain versions, give the same bits twice, and again from a CUDA graph."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for case in awkward_cases(dtype):
+            if time_left() < 0:
+                results.left_out.append(f"kernels from {_NAMES[dtype]} {case.name} on: no time left")
+                return
+            name = f"{_NAMES[dtype]} {case.name}"
+            mine, plain = outputs_of(case, "cuda"), outputs_of(case, "cpu")
+            worst = max(difference(a, b) for a, b in zip(mine, plain, strict=True))
+            allowed = _TOLERANCE[dtype]
+            results.checks.append(
+                Check("kernels", name, worst <= allowed, f"off by {worst:.2e}, allowed {allowed}")
+            )
+            again = outputs_of(case, "cuda")
+            same = all(difference(a, b) == 0 for a, b in zip(mine, again, strict=True))
+            results.checks.append(Check("kernels", f"{name}, twice", same, "bits differ"))
+        _graphs(results, dtype)
+
+
+def _graphs(results: Results, dtype: torch.dtype) -> None:
+    for case in list(awkward_cases(dtype))[::3]:
+        given = moved(case.arguments, "cuda")
+        graph, out = capture(lambda case=case, given=given: case.op(*given))
+        first = out[0] if isinstance(out, tuple) else out
+        first.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = outputs_of(case, "cuda")[0]
+        got = first[: case.num_rows].cpu() if case.num_rows is not None else first.cpu()
+        same = difference(got, eager) == 0
+        results.checks.append(
+            Check("kernels", f"{_NAMES[dtype]} {case.name}, in a graph", same, "bits differ")
+        )
+
+
+def timings(results: Results, time_left: TimeLeft) -> None:
+    """Time a layer's launches at the sizes of real models, beside the least they could take here."""
+    speed = measure_speed()
+    results.machine["copy"] = f"{speed.bytes_per_s / 1e12:.2f} TB/s, measured"
+    results.machine["bf16 product"] = f"{speed.flops_per_s / 1e12:.0f} TFLOP/s, measured"
+    for name in ("SmolLM2-135M", "Qwen3-4B"):
+        for load in loads_of(SHAPES[name]):
+            if time_left() < 0:
+                results.left_out.append(f"timings from {name} {load.what} on: no time left")
+                return
+            case = load_case(load.what, SHAPES[name], num=16, context=2048, block=7, rank=256)
+            given = moved(case.arguments, "cuda")
+            floor_s, bound = speed.floor(load.num_bytes, load.flops)
+            taken = seconds_of(lambda case=case, given=given: case.op(*given))
+            results.timings.append(Timing("timings", f"{name}, {load.what}", taken, floor_s, bound))
+
+
+def driver(results: Results, time_left: TimeLeft) -> None:
+    """Kernels compiled ahead of time, started as plugins start them, equal the ones compiled here."""
+    from dspark_build.engine_kernels import KernelCompiler
+
+    major, minor = torch.cuda.get_device_capability()
+    fitting = [sm for sm in CHIPS if sm // 10 == major and sm % 10 <= minor]
+    if not fitting:
+        results.left_out.append(f"driver: no kernels for compute capability {major}.{minor}")
+        return
+    compiler, launcher = KernelCompiler(max(fitting), num_jobs=4), DriverLauncher()
+    for dtype, case in product((torch.float16,), awkward_cases(torch.float16)):
+        if time_left() < 0:
+            results.left_out.append(f"driver from {case.name} on: no time left")
+            return
+        operation, inputs = _as_node(case, moved(case.arguments, "cuda"))
+        made = _run(operation, inputs, compiler, launcher)
+        expected = outputs_of(case, "cuda")
+        if "block_sample" in case.name:
+            made = _meaningful_draws(made, inputs[6])
+        if case.num_rows is not None:
+            made[0] = made[0][: case.num_rows]
+        worst = max(difference(a.cpu(), b) for a, b in zip(made, expected, strict=True))
+        allowed = _TOLERANCE[dtype]
+        results.checks.append(
+            Check("driver", case.name, worst <= allowed, f"off by {worst:.2e}, allowed {allowed}")
+        )
+
+
+def _as_node(case: Case, given: list[Any]) -> tuple[Operation, list[Tensor]]:
+    """Return the operation of a graph's node and its inputs, in the contract's order (docs/tensorrt.md)."""
+    if "block_sample" in case.name:
+        rank, width = (0 if given[11] is None else given[11].shape[1]), given[1].shape[2]
+        head = 0 if not rank else 1 if given[13] is None else 2 if len(given[13]) == rank else 3
+        confidence = 2 if rank and len(given[15]) > width else 1
+        values = {"head": head, "confidence": confidence, "mapped": 0, "previous": 0}
+        return OPERATIONS["DSparkBlockSample"](values), [x for x in given if x is not None]
+    *tensors, page_size, scale, window = given
+    values = {"page_size": page_size, "scale": scale, "window": window}
+    if "block_attention" in case.name:
+        return OPERATIONS["DSparkBlockAttention"](values), tensors
+    if tensors[11] is None:
+        tensors[11] = torch.zeros(len(tensors[0]), 0, dtype=torch.int32, device=tensors[0].device)
+    return OPERATIONS["DSparkPagedAttention"](values), tensors
+
+
+def _run(operation: Operation, inputs: list[Tensor], compiler: Any, launcher: DriverLauncher) -> list[Tensor]:
+    """Do what a plugin's `enqueue` does, on tensors of torch."""
+    shapes, dtypes = [tuple(x.shape) for x in inputs], [_NAMES[x.dtype] for x in inputs]
+    by_name = {name: dtype for dtype, name in _NAMES.items()}
+    made = [
+        torch.zeros(shape, dtype=by_name[dtype], device="cuda")
+        for shape, dtype in zip(operation.output_shapes(shapes), operation.output_dtypes(dtypes), strict=True)
+    ]
+    for output, source in operation.aliases.items():
+        made[output] = inputs[source]
+    forms = compiler(operation.variants(shapes, dtypes))
+    scratch = [torch.empty(max(n, 1), dtype=torch.uint8, device="cuda") for n in operation.scratch(shapes)]
+    stream = torch.cuda.current_stream().cuda_stream
+    given, out = (
+        [Buffer(x.data_ptr(), tuple(x.shape), _NAMES[x.dtype]) for x in part] for part in (inputs, made)
+    )
+    steps = operation.launches(given, out, [x.data_ptr() for x in scratch], launcher.num_multiprocessors())
+    for step in steps:
+        if isinstance(step, Fill):
+            launcher.fill(step.address, step.num_words, stream)
+        elif 0 not in step.grid:
+            form = pick(forms, step.variant)
+            launcher.load(form)
+            launcher.launch(form, step.grid, step.arguments, stream)
+    torch.cuda.synchronize()
+    return made
+
+
+def executor(results: Results, time_left: TimeLeft) -> None:
+    """The torch executor decodes the same greedy tokens on this GPU as on the CPU; eager, as it has no graphs."""
+    from dspark.executors.torch_target import TorchTarget
+
+    if not _MODEL.is_file():
+        results.left_out.append(f"executor: {_MODEL.name} is not in models/ (make setup puts it there)")
+        return
+    checkpoint = load_target(_MODEL)
+    runs = {}
+    for device in ("cpu", "cuda"):
+        target = TorchTarget(checkpoint.config, checkpoint.weights, dtype="float32", device=device)
+        runs[device] = greedy(target, _PROMPTS, num_tokens=16)
+        if time_left() < 0:
+            results.left_out.append(f"executor behind {device}: no time left")
+            return
+    for i, (mine, theirs) in enumerate(zip(runs["cuda"].tokens, runs["cpu"].tokens, strict=True)):
+        results.checks.append(
+            Check(
+                "executor",
+                f"greedy tokens of prompt {i}",
+                mine == theirs,
+                f"{mine} on the GPU, {theirs} on the CPU",
+            )
+        )
+    target = TorchTarget(checkpoint.config, checkpoint.weights, dtype="bfloat16", device="cuda")
+    run = greedy(target, _PROMPTS * 4, num_tokens=16)
+    results.timings.append(
+        Timing("executor", "SmolLM2-135M, torch, bf16, eager, 16 rows, whole pass", run.step_s)
+    )
+    results.left_out.append("executor with CUDA graphs: the torch executor has none yet")
+    results.left_out.append("serving run: no setting puts an executor on a GPU yet")
+
+
+def engine(results: Results, time_left: TimeLeft) -> None:
+    """An engine of a tiny pair builds, loads and gives the torch executor's answers."""
+    from dspark_build.cli import main
+    from support.tiny_models import write_tiny_target
+
+    if tensorrt_name() is None:
+        results.left_out.append("engine: TensorRT is not installed")
+        return
+    if time_left() < 60:
+        results.left_out.append("engine: no time left")
+        return
+    from dspark.executors.tensorrt_loading import engine_shapes, load_engine_pair
+    from dspark.executors.torch_target import TorchTarget
+    from dspark_build.engine_plan import check_architecture
+
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        check_architecture(10 * major + minor, "fp32")
+    except ConfigError as error:
+        results.left_out.append(f"engine: {error}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        write_tiny_target(home / "target")
+        limits = {"max-batch": 4, "max-tokens": 64, "max-pages": 16, "page-size": 16, "sm": f"{major}{minor}"}
+        words = [word for name, value in limits.items() for word in (f"--{name}", str(value))]
+        given = ["--target", str(home / "target"), "--out", str(home / "engine"), "--precision", "fp32"]
+        status = main(["engine", *given, *words])
+        results.checks.append(Check("engine", "builds for this GPU", status == 0, f"status {status}"))
+        if status:
+            return
+        checkpoint = load_target(home / "target")
+        shapes = engine_shapes(
+            max_sequences=4, max_step_tokens=64, max_context_len=200, page_size=16, block_size=7
+        )
+        pair = load_engine_pair(home / "engine", target=checkpoint, drafter=None, page_size=16, shapes=shapes)
+        plain = TorchTarget(checkpoint.config, checkpoint.weights, dtype="float32")
+        mine, theirs = (greedy(target, _PROMPTS, num_tokens=16) for target in (pair.target, plain))
+        for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
+            told = f"{a} from the engine, {b} from torch on the CPU"
+            results.checks.append(Check("engine", f"greedy tokens of prompt {i}", a == b, told))
+        results.timings.append(Timing("engine", "tiny target, engine, fp32, 4 rows, whole pass", mine.step_s))
+
+
+SECTIONS: dict[str, Callable[[Results, TimeLeft], None]] = {
+    "kernels": kernels,
+    "driver": driver,
+    "timings": timings,
+    "executor": executor,
+    "engine": engine,
+}

@@ -1,0 +1,107 @@
+"""The parts of `tests/gpu/run.sh` that need no GPU: options, cases, summary, and what it says without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from dspark.executors.torch_target import TorchTarget
+from dspark_build.kernel_report import loads_of
+from dspark_plugins.kernels.sets import ModelShape
+from support.tiny_models import DictWeights, random_weights, tiny_config
+
+from gpu.cases import awkward_cases, load_case, moved
+from gpu.check import NO_GPU, arguments
+from gpu.decode import greedy
+from gpu.device import Speed
+from gpu.results import Check, Results, Timing
+from gpu.sections import SECTIONS, _as_node, difference, outputs_of
+
+SMALL = ModelShape("small", 4, 2, 16, 24, 300)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: run tests/gpu/run.sh")
+def test_without_a_gpu_it_says_so_with_a_status_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [Path(__file__).with_name("run.sh"), "--json", tmp_path / "x.json"],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (NO_GPU, "")
+    assert "no GPU here" in done.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--only", "kernels,speed"], ["--only", ","], ["--minutes", "0"]])
+def test_bad_options_end_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments(words)
+    assert ended.value.code == 2 and "allowed" in capsys.readouterr().err
+
+
+def test_every_section_is_run_unless_told_otherwise() -> None:
+    assert arguments([]).only == list(SECTIONS)
+    assert arguments(["--only", "driver, kernels"]).only == ["driver", "kernels"]
+
+
+def test_the_plain_versions_take_every_case_and_nodes_have_its_shapes() -> None:
+    names = set()
+    for case in awkward_cases(torch.bfloat16):
+        names.add(case.name)
+        given = moved(case.arguments, "cpu")
+        made = case.op(*given)
+        made = [*made] if isinstance(made, tuple) else [made]
+        assert made[0][: case.num_rows].isfinite().all(), case.name
+        if case.written is not None:
+            made.append(given[case.written])
+        operation, inputs = _as_node(case, moved(case.arguments, "cpu"))
+        assert len(inputs) == len(operation.inputs), case.name
+        shapes = operation.output_shapes([list(x.shape) for x in inputs])
+        assert [list(x.shape) for x in made] == shapes, case.name
+    assert len(names) == 20
+
+
+def test_every_estimate_has_a_call_to_time() -> None:
+    for load in loads_of(SMALL):
+        context = 2048 if "prompt" in load.what else 40
+        case = load_case(load.what, SMALL, num=2, context=context, block=7, rank=8)
+        assert outputs_of(case, "cpu")[0].isfinite().all(), load.what
+
+
+def test_greedy_decoding_in_a_batch_is_that_of_each_alone() -> None:
+    config = tiny_config()
+    prompts = ([1, 4, 7], [3], [5, 6, 8, 9, 10])
+
+    def target() -> TorchTarget:
+        return TorchTarget(config, DictWeights(random_weights(config)), dtype="float32")
+
+    together = greedy(target(), prompts, num_tokens=6)
+    assert together.step_s > 0
+    assert together.tokens == [greedy(target(), [prompt], num_tokens=6).tokens[0] for prompt in prompts]
+
+
+def test_a_difference_is_told_where_only_one_has_nan() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert difference(nan, nan) == 0.0
+    assert difference(nan, torch.tensor([1.0, 2.0])) == float("inf")
+    assert difference(torch.tensor([1.0]), torch.tensor([1.5])) == 0.5
+
+
+def test_the_summary_tells_failures_shares_and_what_was_left_out() -> None:
+    results = Results(machine={"GPU": "some"})
+    with results.section("kernels"):
+        results.checks += [Check("kernels", "a", True), Check("kernels", "b", False, "off by 1")]
+    with results.section("engine"):
+        raise RuntimeError("no room")
+    floor_s, bound = Speed(bytes_per_s=1e12, flops_per_s=1e15).floor(5e6, 1e6)
+    results.timings.append(Timing("timings", "attention", 1e-5, floor_s, bound))
+    results.left_out.append("driver: no time left")
+    text = results.text()
+    assert "kernels: 1 of 2 hold" in text and "WRONG b: off by 1" in text
+    assert "runs to its end: RuntimeError: no room" in text
+    assert "50%" in text and "memory" in text and "left out: driver" in text
+    assert text.endswith("1 passed, 2 failed")
+    told = json.loads(results.json())
+    assert told["timings"][0]["share"] == pytest.approx(0.5) and len(told["checks"]) == 3
