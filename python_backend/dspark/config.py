@@ -29,6 +29,8 @@ class ServeConfig:
 
     target: Hugging Face folder, `.gguf` file, or hub name.
     drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
+    prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
+        before (4 tokens or more); builtin drafters leave it aside.
     policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
     capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
         is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).
@@ -44,6 +46,7 @@ class ServeConfig:
 
     target: str = ""
     drafter: str = "auto"
+    prompt_lookup: bool = False
     dtype: str = "auto"
     executor: str = "auto"
     policy: str = "auto"
@@ -113,6 +116,14 @@ def _policy(value: object) -> str:
     return text
 
 
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).strip().lower() in ("true", "false"):
+        return str(value).strip().lower() == "true"
+    raise ValueError("true, false")
+
+
 def _cache_bytes(value: object) -> int:
     number = parse_bytes(value)
     if number < 1:
@@ -123,6 +134,7 @@ def _cache_bytes(value: object) -> int:
 _PARSERS: dict[str, Callable[[object], object]] = {
     "target": _text,
     "drafter": _text,
+    "prompt_lookup": _boolean,
     "dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),
     "policy": _policy,

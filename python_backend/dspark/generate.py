@@ -103,6 +103,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", default="ngram", help="drafter folder, 'ngram' or 'none' (default: %(default)s)"
     )
+    parser.add_argument(
+        "--prompt-lookup",
+        action="store_true",
+        help="with a drafter folder: look the text's end up in the text first, draft where that finds nothing",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="prompt text, used as it is unless --chat is given")
     source.add_argument("--prompt-ids", help="token ids, e.g. 3,5,7; needs no tokenizer")
@@ -154,6 +159,7 @@ def run_generate(args: argparse.Namespace) -> int:
         overrides={
             "target": args.target,
             "drafter": args.drafter,
+            "prompt_lookup": args.prompt_lookup,
             "dtype": args.dtype,
             "executor": args.executor,
             "policy": args.policy,

@@ -10,9 +10,11 @@ from dspark.calibration.files import load_calibrator, save_calibrator
 from dspark.calibration.online import OnlineCalibrator
 from dspark.capacity import starting_curve
 from dspark.config import ServeConfig
+from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
 from dspark.drafters.loading import DrafterOutline, load_drafter, peek_drafter
+from dspark.drafters.lookup import LookupDrafter
 from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.engine.thread import EngineThread
@@ -107,6 +109,9 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         curve = starting_curve(
             config, target, drafter, spec=spec, limits=limits, base=base, progress=progress
         )
+    if config.prompt_lookup and isinstance(drafter, DSparkDrafter):
+        drafter = LookupDrafter(drafter)  # measured without: a look-up is no pass
+        progress("prompt look-up before the drafter")
     return Engine(
         target=target,
         drafter=drafter,

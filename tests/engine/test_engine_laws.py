@@ -40,10 +40,20 @@ def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     write_tiny_drafter(folder / "no-markov-confidence", target, confidence_with_markov=False)
     for name in ("reduced", "dflash", "no-markov-confidence"):
         specs[name] = str(folder / name)
-    return specs
+    return specs | {f"{name}+ngram": specs[name] for name in ("good-vanilla", "reduced", "dflash")}
 
 
-DRAFTERS = ["ngram", "good-vanilla", "good-gated", "good-rnn", "reduced", "dflash", "no-markov-confidence"]
+DRAFTERS = [
+    "ngram",
+    "good-vanilla",
+    "good-gated",
+    "good-rnn",
+    "reduced",
+    "dflash",
+    "no-markov-confidence",
+    "good-vanilla+ngram",
+    "dflash+ngram",
+]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -54,7 +64,13 @@ def test_greedy_speculative_output_equals_plain_output(
     requests = [make_request(prompt) for prompt in PROMPTS]
     plain = answers(make_engine(target, executor=executor), requests)
     for policy in ("fixed:2", "fixed:4", "threshold:0.5", "auto", "none"):
-        engine = make_engine(target, drafter=drafters[drafter], policy=policy, executor=executor)
+        engine = make_engine(
+            target,
+            drafter=drafters[drafter],
+            prompt_lookup=drafter.endswith("+ngram"),
+            policy=policy,
+            executor=executor,
+        )
         assert answers(engine, requests) == plain, policy
         one_by_one = [answers(engine, [request])[0] for request in requests]
         assert one_by_one == plain, policy
@@ -82,19 +98,32 @@ def test_a_named_seed_gives_the_plain_answer_with_every_drafter_and_batch(
 
     plain = answers(make_engine(target), requests())
     for policy, batch in (("fixed:4", 64), ("auto", 2), ("threshold:0.4", 1)):
-        engine = make_engine(target, drafter=drafters[drafter], policy=policy, max_batch_size=batch)
+        engine = make_engine(
+            target,
+            drafter=drafters[drafter],
+            prompt_lookup=drafter.endswith("+ngram"),
+            policy=policy,
+            max_batch_size=batch,
+        )
         assert answers(engine, requests()) == plain, policy
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("drafter", ["ngram", "good-vanilla", "reduced", "dflash"])
+@pytest.mark.parametrize("drafter", ["ngram", "good-vanilla", "reduced", "dflash", "reduced+ngram"])
 def test_sampled_tokens_follow_the_target(
     target: Path, drafters: dict[str, str], drafter: str, rule: str
 ) -> None:
     """The second and third token, drafted and verified, are distributed as plain decoding's."""
     params = {"temperature": 1.3, "top_k": 4, "max_tokens": 3}
     prompt = [9, 4, 9, 4, 9, 4, 9, 4, 9]
-    engine = make_engine(target, drafter=drafters[drafter], policy="fixed:2", rule=rule, max_batch_size=256)
+    engine = make_engine(
+        target,
+        drafter=drafters[drafter],
+        prompt_lookup=drafter.endswith("+ngram"),
+        policy="fixed:2",
+        rule=rule,
+        max_batch_size=256,
+    )
     plain = make_engine(target, max_batch_size=256)
     tallies = []
     for which, first_seed in ((plain, 0), (engine, 100_000)):

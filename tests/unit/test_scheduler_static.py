@@ -57,6 +57,11 @@ def test_threshold_ends_the_run_at_a_confidence_that_is_not_a_number() -> None:
     assert verify(scheduler, [3], [[0.9, np.nan, 0.9]]) == [1]
 
 
+def test_threshold_takes_a_whole_block_that_was_looked_up() -> None:
+    scheduler = make_scheduler("threshold:0.9", block_size=3, has_confidence=True)
+    assert verify(scheduler, [2, 3], [[np.nan] * 3, [0.1] * 3]) == [2, 0]
+
+
 @pytest.mark.parametrize(
     "text", ["", "fast", "fixed", "fixed:", "fixed:-1", "fixed:1.5", "threshold", "threshold:1.1",
              "threshold:-0.1", "threshold:nan", "threshold:x", "none:1", "prefix:2", "FIXED:2"]

@@ -34,6 +34,7 @@ class DSparkDrafter:
         self.executor = executor
         self.block_size = executor.config.block_size
         self.feature_layer_ids = executor.config.target_layer_ids
+        self.has_confidence = executor.config.enable_confidence_head
         self._draft_to_target = draft_to_target
 
     def allocate_cache(self, *, num_pages: int, page_size: int) -> None:

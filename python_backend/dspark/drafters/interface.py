@@ -51,7 +51,16 @@ class DraftBlock:
     tokens: Int32  # [R, G], undefined past num_tokens
     num_tokens: Int32  # [R]
     distributions: tuple[tuple[Distribution | None, ...], ...] | None  # None = all one-hot
-    confidence_logits: Float32 | None  # [R, G], None without a confidence head
+    confidence_logits: Float32 | None  # [R, G], NaN where looked up, None without a confidence head
+    looked_up: npt.NDArray[np.bool_] | None = (
+        None  # [R] blocks that cost no drafter pass; None = none of them
+    )
+
+    @property
+    def num_drafted(self) -> int:
+        """Blocks that the drafter ran for."""
+        drafted = self.num_tokens > 0
+        return int(np.count_nonzero(drafted if self.looked_up is None else drafted & ~self.looked_up))
 
     @classmethod
     def empty(cls, num_sequences: int, block_size: int) -> DraftBlock:
@@ -63,7 +72,7 @@ class DraftBlock:
         )
 
     def confidence(self) -> npt.NDArray[np.float32] | None:
-        """Return c_k = sigmoid(logit) [R, G]."""
+        """Return c_k = sigmoid(logit) [R, G], NaN where nothing rated the draft."""
         if self.confidence_logits is None:
             return None
         return (1.0 / (1.0 + np.exp(-self.confidence_logits.astype(np.float64)))).astype(np.float32)

@@ -128,7 +128,7 @@ def observe_step(
         soft_labels=exact_labels(block, rows, verdicts),
         sampled=plan.sampled,
         altered=plan.altered | failed,
-        num_blocks=int(np.count_nonzero(block.num_tokens)),
+        num_blocks=block.num_drafted,
         target_tokens=len(rows.batch.tokens),
         context_tokens=int(rows.batch.context_len.sum()),
         prefill_tokens=plan.num_prefill_tokens,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dspark.drafters.interface import DraftBlock
 from dspark.executors.interface import Float32, Int32
 from dspark.request import FinishReason, Request, SpecMetrics, StepRecord, TokenLogProb
@@ -79,7 +81,7 @@ class Sequence:
             self.records.append(
                 StepRecord(
                     draft=tuple(block.tokens[index, :count].tolist()),
-                    confidence=None if confidence is None else tuple(confidence[index, :count].tolist()),
+                    confidence=_rated(confidence, index, count),
                     verify_len=verify_len,
                     accepted=accepted,
                 )
@@ -96,3 +98,10 @@ class Sequence:
         self.num_pages = self.cached_len = self.num_registered = 0
         self.node = self.root
         return pages
+
+
+def _rated(confidence: Float32 | None, index: int, count: int) -> tuple[float, ...] | None:
+    """Return the confidences of one block; None where nothing rated it: no confidence head, or looked up."""
+    if confidence is None or (count and np.isnan(confidence[index, 0])):
+        return None
+    return tuple(confidence[index, :count].tolist())

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dspark.scheduling.interface import Calibrator, Float64, Int64, StepObservation
+from dspark.scheduling.interface import Bool, Calibrator, Float32, Float64, Int32, Int64, StepObservation
 
 __all__ = [
     "AcceptanceStats",
@@ -24,6 +24,7 @@ __all__ = [
     "SurvivalMemory",
     "acceptance_labels",
     "grown",
+    "is_unrated",
     "learn_calibration",
 ]
 
@@ -47,13 +48,20 @@ def acceptance_labels(step: StepObservation, *, block_size: int) -> Float64:
     return labels
 
 
+def is_unrated(confidence_logits: Float32, num_drafts: Int32) -> Bool:
+    """Return which sequences have drafts that were looked up [R]: their confidence logits [R, G] are NaN."""
+    return np.asarray(np.isnan(confidence_logits[:, 0]) & (num_drafts > 0))
+
+
 def learn_calibration(calibrator: Calibrator, step: StepObservation, *, block_size: int) -> None:
-    """Hand a step to the calibrator; drafters without a confidence head have nothing to calibrate."""
+    """Hand a step to the calibrator; drafts that nothing rated have nothing to calibrate."""
     if step.confidence_logits is None or not step.num_drafts.any():
         return
+    labels = acceptance_labels(step, block_size=block_size)
+    labels[is_unrated(step.confidence_logits, step.num_drafts)] = np.nan
     calibrator.observe(
         step.confidence_logits,
-        acceptance_labels(step, block_size=block_size),
+        labels,
         sampled=step.sampled,
         usable=~step.altered & (step.num_drafts > 0),
     )

@@ -58,7 +58,7 @@ class StepObservation:
     altered: Bool  # [R] logits changed by penalties, bias, grammar: kept from the calibrator
     target_tokens: int  # rows of the target pass, prefill rows among them
     verify_s: float  # seconds of the target pass
-    confidence_logits: Float32 | None = None  # [R, G], undefined past num_drafts
+    confidence_logits: Float32 | None = None  # [R, G], undefined past num_drafts, NaN where looked up
     soft_labels: Float32 | None = None  # [R, G], NaN = unknown
     num_blocks: int = 0  # sequences that a block was drafted for
     prefill_tokens: int = 0  # prefill rows of the pass
@@ -114,7 +114,8 @@ class Scheduler(Protocol):
 
         Arguments:
             sequence_ids: [R].
-            confidence_logits: [R, G] logits of c_k, None for drafters without a confidence head.
+            confidence_logits: [R, G] logits of c_k, NaN in rows that were looked up and not rated, None for
+                drafters without a confidence head.
             num_drafts: [R] drafts at hand; 0 for sequences that were not drafted.
             sampled: [R] False = greedy.
             altered: [R] the request changes its logits.

@@ -20,6 +20,7 @@ from dspark.scheduling.acceptance import (
     SurvivalMemory,
     acceptance_labels,
     grown,
+    is_unrated,
     learn_calibration,
 )
 from dspark.scheduling.allocation import (
@@ -167,12 +168,15 @@ class LoadAwareScheduler:
             self._pending = None
             return np.zeros_like(num_drafts)
         rows = self._rows_of(sequence_ids)
+        unrated = None
         if confidence_logits is None:
             confidence = self._stats.confidence(rows)
-        elif self.calibrator is not None:
-            confidence = self.calibrator.confidence(confidence_logits, sampled=sampled)
         else:
-            confidence = 1.0 / (1.0 + np.exp(-confidence_logits.astype(np.float64)))
+            unrated = is_unrated(confidence_logits, num_drafts)
+            num_blocks -= int(np.count_nonzero(unrated))
+            confidence = self._rated(confidence_logits, sampled=sampled)
+            if unrated.any():
+                confidence = np.where(unrated[:, None], self._stats.confidence(rows), confidence)
         survival = survival_of(confidence, num_drafts)
         self._pending = (rows, survival, num_drafts) if confidence_logits is not None else None
         candidates = rank_candidates(survival)
@@ -182,9 +186,16 @@ class LoadAwareScheduler:
             candidates, seconds, num_sequences, num_blocks, known_before=confidence_logits is None
         )
         verify_len = verify_len_of(candidates, num, num_sequences=num_sequences)
-        if confidence_logits is None:
+        if unrated is None:
             return self._probe_rows(verify_len, rows, num_drafts)
+        if unrated.any():
+            verify_len = self._probe_rows(verify_len, rows, np.where(unrated, num_drafts, np.int32(0)))
         return self._look_deeper(verify_len, num_drafts, altered)
+
+    def _rated(self, confidence_logits: Float32, *, sampled: Bool) -> Float64:
+        if self.calibrator is not None:
+            return self.calibrator.confidence(confidence_logits, sampled=sampled)
+        return np.asarray(1.0 / (1.0 + np.exp(-confidence_logits.astype(np.float64))))
 
     def _num_taken(
         self,
@@ -252,13 +263,16 @@ class LoadAwareScheduler:
         self._context_per_sequence = step.context_tokens / len(step.sequence_ids)
         if not step.num_drafts.any():
             return
+        labels = acceptance_labels(step, block_size=self._block_size)
         if step.confidence_logits is not None:
             self._remember()
             if self.calibrator is not None:
                 learn_calibration(self.calibrator, step, block_size=self._block_size)
-            return
+            unrated = is_unrated(step.confidence_logits, step.num_drafts)
+            if not unrated.any():
+                return
+            labels[~unrated] = np.nan
         rows = self._rows_of(step.sequence_ids)
-        labels = acceptance_labels(step, block_size=self._block_size)
         self._stats.observe(rows, labels)
         self._skipped[rows[~np.isnan(labels[:, 0])], 1] = 0.0
         self._wait[rows[step.accepted > 0], 1] = _FIRST_WAIT

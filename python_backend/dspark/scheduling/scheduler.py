@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dspark.errors import ConfigError
-from dspark.scheduling.acceptance import learn_calibration
+from dspark.scheduling.acceptance import is_unrated, learn_calibration
 from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.interface import (
     Bool,
@@ -68,8 +68,10 @@ class _Static:
             case _:
                 if confidence_logits is None:
                     return num_drafts
+                confidence = 0.5 * (1.0 + np.tanh(0.5 * confidence_logits.astype(np.float64)))
+                confidence[is_unrated(confidence_logits, num_drafts)] = 1.0  # only long matches are looked up
                 return threshold_verify_len(
-                    confidence=0.5 * (1.0 + np.tanh(0.5 * confidence_logits.astype(np.float64))),
+                    confidence=confidence,
                     num_drafts=num_drafts,
                     min_confidence=self._policy.min_confidence,
                 )

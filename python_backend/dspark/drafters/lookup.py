@@ -1,0 +1,84 @@
+"""A trained drafter that first looks whether the text repeats itself.
+
+Where the text's end occurred before, what followed then is free and often right for a whole block (edits, quotes,
+code): those sequences are not run through the drafter. All others are. The choice is made from the text alone, so
+verification stays lossless.
+
+Looked-up drafts carry NaN as confidence logit: nothing rated them, and the scheduler takes what earlier look-ups of the
+same sequence showed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.interface import DraftBlock, DraftInput
+from dspark.drafters.ngram import NgramDrafter
+from dspark.executors.interface import Float32, Int32
+
+__all__ = ["LookupDrafter"]
+
+_ENOUGH = 6  # looked-up tokens that are worth more than a drafted block: the match was of 4 tokens or longer
+
+
+class LookupDrafter:
+    """Look-up before drafting; a `Drafter` with the block size, caches and features of the trained one."""
+
+    def __init__(self, drafter: DSparkDrafter) -> None:
+        self.drafter = drafter
+        self.name = f"{drafter.name}+ngram"
+        self.block_size = drafter.block_size
+        self.feature_layer_ids = drafter.feature_layer_ids
+        self._lookup = NgramDrafter(block_size=drafter.block_size)
+        self._enough = min(_ENOUGH, drafter.block_size)
+
+    def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
+        """Allocate the context cache beside the target's."""
+        self.drafter.allocate_cache(num_pages=num_pages, page_size=page_size)
+
+    def cache_page_bytes(self, page_size: int) -> int:
+        """Return the bytes of one page over all layers."""
+        return self.drafter.cache_page_bytes(page_size)
+
+    def observe(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
+        """Append the context of committed rows."""
+        self.drafter.observe(features=features, positions=positions, slots=slots)
+
+    def release(self, sequence_id: int) -> None:
+        """Forget the sequence's index."""
+        self._lookup.release(sequence_id)
+        self.drafter.release(sequence_id)
+
+    def propose(self, inputs: Sequence[DraftInput]) -> DraftBlock:
+        """Return looked-up blocks where the match is long, drafted ones elsewhere."""
+        found = self._lookup.propose(inputs)
+        wanted = np.array([max(item.max_drafts, 1) for item in inputs], np.int32)
+        looked_up = found.num_tokens >= np.minimum(wanted, self._enough)
+        if not looked_up.any():
+            return self.drafter.propose(inputs)
+        rest = [replace(i, max_drafts=0) if up else i for i, up in zip(inputs, looked_up, strict=True)]
+        block = self.drafter.propose(rest)
+        tokens = np.where(looked_up[:, None], found.tokens, block.tokens)
+        num_tokens = np.where(looked_up, found.num_tokens, block.num_tokens)
+        confidence = None
+        if self.drafter.has_confidence:
+            rated = block.confidence_logits
+            confidence = np.zeros(tokens.shape, np.float32) if rated is None else rated.copy()
+            confidence[looked_up] = np.nan
+        distributions = block.distributions
+        if distributions is not None:
+            distributions = tuple(
+                (None,) * int(num) if up else of_row
+                for of_row, num, up in zip(distributions, num_tokens, looked_up, strict=True)
+            )
+        return DraftBlock(
+            tokens=tokens.astype(np.int32),
+            num_tokens=num_tokens.astype(np.int32),
+            distributions=distributions,
+            confidence_logits=confidence,
+            looked_up=looked_up,
+        )
