@@ -52,9 +52,9 @@ check-native: setup ## run the native code under the address, undefined and thre
 
 drafter: setup ## train the demo's drafter from the kept answers (hours; the same command goes on where it stopped)
 	@mkdir -p out/data && cp -rn $(ANSWERS) out/data/
-	$(BIN)/dspark-build data --only features --target $(MODEL) --out out/data/smollm2-135m --feature-layers $(LAYERS) --dtype float32
+	$(BIN)/dspark-build data --only features --target $(MODEL) --out out/data/smollm2-135m --feature-layers $(LAYERS)
 	$(BIN)/dspark-build train --target $(MODEL) --data out/data/smollm2-135m --out out/drafter --target-layers $(LAYERS) \
-		--block-size 7 --draft-vocab 8192 --sequences 8 --anchors 64 --ema 0.99 --dtype float32 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
+		--block-size 7 --draft-vocab 8192 --sequences 8 --anchors 64 --ema 0.99 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
