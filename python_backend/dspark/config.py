@@ -18,7 +18,8 @@ from dspark.scheduling.policy import POLICIES, parse_policy
 __all__ = ["ServeConfig", "load_serve_config", "parse_bytes", "read_settings"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-EXECUTORS = ("auto", "native", "torch")
+ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
+EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS)
 Rule = Literal["auto", "rejection", "coupled"]
 RULES: tuple[Rule, ...] = ("auto", "rejection", "coupled")
 
@@ -31,6 +32,11 @@ class ServeConfig:
     drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
+    executor: `auto` (the fastest of native and torch that runs here), `native`, `torch`; or what runs the folder
+        that `engine` names: `tensorrt` (plans, on a GPU), `onnxruntime` (the exported graphs on the CPU, slowly: for
+        checking an export).
+    engine: folder of `dspark-build engine` (tensorrt) or `dspark-build export` (onnxruntime), made of this target and
+        drafter.
     policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
     capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
         is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).
@@ -49,6 +55,7 @@ class ServeConfig:
     prompt_lookup: bool = False
     dtype: str = "auto"
     executor: str = "auto"
+    engine: str = ""
     policy: str = "auto"
     rule: Rule = "auto"
     capacity: str = "auto"
@@ -137,6 +144,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "prompt_lookup": _boolean,
     "dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),
+    "engine": _text,
     "policy": _policy,
     "rule": _one_of(*RULES),
     "capacity": _text,

@@ -146,6 +146,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--executor", choices=EXECUTORS, default="auto")
     parser.add_argument(
+        "--engine",
+        metavar="DIR",
+        help="what executor tensorrt (of `dspark-build engine`) or onnxruntime (of `dspark-build export`) runs",
+    )
+    parser.add_argument(
         "--max-batch", type=int, default=64, help="requests that run together (default: %(default)s)"
     )
     parser.add_argument("--cache-bytes", default="1GiB", help="for the paged caches (default: %(default)s)")
@@ -162,6 +167,7 @@ def run_generate(args: argparse.Namespace) -> int:
             "prompt_lookup": args.prompt_lookup,
             "dtype": args.dtype,
             "executor": args.executor,
+            "engine": args.engine,
             "policy": args.policy,
             "capacity": args.capacity,
             "max_batch_size": args.max_batch,

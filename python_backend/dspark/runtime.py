@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dspark.calibration.files import load_calibrator, save_calibrator
 from dspark.calibration.online import OnlineCalibrator
 from dspark.capacity import starting_curve
-from dspark.config import ServeConfig
+from dspark.config import ENGINE_EXECUTORS, ServeConfig
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
-from dspark.drafters.loading import DrafterOutline, load_drafter, peek_drafter
+from dspark.drafters.loading import DrafterOutline, peek_drafter
 from dspark.drafters.lookup import LookupDrafter
 from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.engine.thread import EngineThread
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, EngineError
 from dspark.executors.interface import TargetExecutor
-from dspark.executors.loading import choose_executor, make_target
+from dspark.executors.loading import LoadedPair, load_pair
 from dspark.models.config import TargetConfig
 from dspark.models.loading import load_target
 from dspark.models.tokenizer import Tokenizer
-from dspark.scheduling.cost_model import CostModel
+from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import Scheduler, make_scheduler
 from dspark.serving.paths import state_dir
@@ -38,6 +38,9 @@ INT8_NOTICE = (
     "int8 weights and activations trade quality for speed: the most likely token differs from float32's in 6.6 % of "
     "rows on SmolLM2-135M (bfloat16: 0.4 %); speculation leaves the int8 answers as they are (docs/benchmarks.md)"
 )
+
+
+_MEASURED_ROWS = 4  # of a sequence, in the passes of `scheduling.measurement`
 
 
 def _silent(_message: str) -> None:
@@ -88,27 +91,18 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     checkpoint = load_target(config.target)
     spec = resolve_drafter(config.drafter, base=base)
     outline = peek_drafter(spec, checkpoint.config)
-    executor = choose_executor(config.executor)
-    dtype = config.dtype
-    target = make_target(
-        checkpoint, executor=executor, dtype=dtype, layer_ids=outline.feature_layer_ids, config=config
-    )
-    progress(f"target {checkpoint.config.architecture}, executor {target.name}, {target.dtype}")
-    if target.dtype == "int8":
-        progress(INT8_NOTICE)
-    drafter = load_drafter(
-        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
-    )
+    pair = load_pair(checkpoint, spec=spec, outline=outline, config=config, base=base)
+    target, drafter = pair.target, pair.drafter
+    for notice in _notices(config, target):
+        progress(notice)
     progress(f"drafter {drafter.name}, block {outline.block_size}")
-    limits = engine_limits(config, target, drafter)
+    limits = engine_limits(config, target, drafter, longest=pair.max_context_len)
     for part in (target, drafter):
         part.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
     progress(f"cache {limits.num_pages * limits.page_size} tokens in pages of {limits.page_size}")
     curve = None
     if outline.block_size and parse_policy(config.policy, block_size=outline.block_size).needs_cost:
-        curve = starting_curve(
-            config, target, drafter, spec=spec, limits=limits, base=base, progress=progress
-        )
+        curve = _curve(config, pair, spec=spec, limits=limits, base=base, progress=progress)
     if config.prompt_lookup and isinstance(drafter, DSparkDrafter):
         drafter = LookupDrafter(drafter)  # measured without: a look-up is no pass
         progress("prompt look-up before the drafter")
@@ -126,6 +120,42 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         tokenizer=checkpoint.tokenizer,
         rule=config.rule,
     )
+
+
+def _notices(config: ServeConfig, target: TargetExecutor) -> Iterator[str]:
+    """Yield what is to be told of a loaded target."""
+    yield f"target {target.config.architecture}, executor {target.name}, {target.dtype}"
+    if target.dtype == "int8":
+        yield INT8_NOTICE
+    if target.name == "onnxruntime":
+        yield "executor onnxruntime runs the exported graphs on the CPU, slowly: it is there to check an export"
+    if config.engine and config.executor not in ENGINE_EXECUTORS:
+        yield f"engine: {config.engine} is left aside by executor {target.name}"
+
+
+def _curve(
+    config: ServeConfig,
+    pair: LoadedPair,
+    *,
+    spec: str,
+    limits: EngineLimits,
+    base: Path | None,
+    progress: Progress,
+) -> CostCurve | None:
+    """Return the curve that the engine starts with; None = learn it. Arguments and errors as `starting_curve`."""
+    if config.executor in ENGINE_EXECUTORS:
+        # Engines take no more sequences than they were made for, and measuring spreads the rows of whole blocks over
+        # sequences of fewer rows.
+        rows = limits.max_batch_size * _MEASURED_ROWS
+        most = max(1, min(limits.max_batch_size, rows // (1 + pair.drafter.block_size)))
+        limits = replace(limits, max_batch_size=most)
+    try:
+        return starting_curve(
+            config, pair.target, pair.drafter, spec=spec, limits=limits, base=base, progress=progress
+        )
+    except EngineError as error:  # made for passes smaller than those that are measured
+        progress(f"cost curve: not measured, it is learnt while serving: {error}")
+        return None
 
 
 def resolve_drafter(spec: str, *, base: Path | None) -> str:
@@ -183,16 +213,21 @@ def save_learned_calibration(config: ServeConfig, engine: Engine, *, base: Path 
     return path
 
 
-def engine_limits(config: ServeConfig, target: TargetExecutor, drafter: Drafter) -> EngineLimits:
+def engine_limits(
+    config: ServeConfig, target: TargetExecutor, drafter: Drafter, *, longest: int = 0
+) -> EngineLimits:
     """Return limits whose caches, target's and drafter's together, take at most `cache_bytes`.
+
+    Arguments:
+        longest: tokens of the longest sequence that the executors take; 0 = the model's context.
 
     Raises:
         ConfigError: when that is less than one page, or the context asked for is longer than the model's.
     """
-    model_context = target.config.max_context_len
-    context = config.max_context_len or model_context
-    if context > model_context:
-        raise ConfigError(f"max_context_len: got {context}, allowed is at most the model's {model_context}")
+    longest = longest or target.config.max_context_len
+    context = config.max_context_len or longest
+    if context > longest:
+        raise ConfigError(f"max_context_len: got {context}, allowed is at most the model's {longest}")
     page_bytes = target.cache_page_bytes(config.page_size) + drafter.cache_page_bytes(config.page_size)
     num_pages = config.cache_bytes // page_bytes
     if num_pages < 1:

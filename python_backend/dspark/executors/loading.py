@@ -1,23 +1,80 @@
-"""From settings to a target executor: which one runs here, in which type, on how many threads."""
+"""From settings to executors: which ones run here, in which type, on how many threads; target and drafter together."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from dspark.config import ServeConfig
+from dspark.config import ENGINE_EXECUTORS, ServeConfig
+from dspark.drafters.interface import Drafter
+from dspark.drafters.loading import DrafterOutline, load_drafter
 from dspark.errors import ConfigError
 from dspark.executors.interface import TargetExecutor
 from dspark.models.loading import TargetCheckpoint
 
-__all__ = ["choose_executor", "make_target"]
+__all__ = ["LoadedPair", "choose_executor", "load_pair", "make_target"]
+
+
+class LoadedPair(NamedTuple):
+    """A target and its drafter, whose caches nobody has allocated yet."""
+
+    target: TargetExecutor
+    drafter: Drafter
+    max_context_len: int  # the longest that may be asked for: the model's, or what its engine was built for
+
+
+def load_pair(
+    checkpoint: TargetCheckpoint,
+    *,
+    spec: str,
+    outline: DrafterOutline,
+    config: ServeConfig,
+    base: Path | None,
+) -> LoadedPair:
+    """Load target and drafter into the executors that the settings name.
+
+    Arguments:
+        checkpoint: the target.
+        spec, outline: name or folder of the drafter, and what `peek_drafter` says of it.
+        base: folder of model.yaml, in which `engine` is looked up, too.
+
+    Raises:
+        ConfigError: an executor that cannot run here, or settings that it cannot meet.
+        CheckpointError: an engine that cannot be used, or is of another pair.
+    """
+    if config.executor in ENGINE_EXECUTORS:
+        from dspark.executors.tensorrt_settings import load_served_engine
+
+        (engine, drafter), longest = load_served_engine(
+            config, checkpoint, spec=spec, outline=outline, base=base
+        )
+        # A builtin drafter has nothing that an engine could run.
+        used = drafter or load_drafter(spec, target=checkpoint.config, target_executor=engine)
+        return LoadedPair(engine, used, longest)
+    executor = choose_executor(config.executor)
+    target = make_target(
+        checkpoint,
+        executor=executor,
+        dtype=config.dtype,
+        layer_ids=outline.feature_layer_ids,
+        config=config,
+    )
+    loaded = load_drafter(
+        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
+    )
+    return LoadedPair(target, loaded, checkpoint.config.max_context_len)
 
 
 def choose_executor(name: str) -> Literal["native", "torch"]:
-    """Return the executor that runs here; `auto` takes native where it can.
+    """Return the executor of checkpoints that runs here; `auto` takes native where it can, never an engine.
 
     Raises:
-        ConfigError: native was asked for and cannot run; says why.
+        ConfigError: native was asked for and cannot run, says why; or one that runs engines.
     """
+    if name in ENGINE_EXECUTORS:
+        raise ConfigError(
+            f"executor: got {name!r}, which runs engines; allowed here is auto, native or torch"
+        )
     if name == "torch":
         return "torch"
     from dspark_plugins.native import native_available, native_unavailable_reason

@@ -37,8 +37,6 @@ class TensorRTBlockDrafter:
         shapes: the largest call.
     """
 
-    name = "tensorrt"
-
     def __init__(
         self,
         session: Session,
@@ -47,7 +45,7 @@ class TensorRTBlockDrafter:
         precision: Precision,
         shapes: EngineShapes,
     ) -> None:
-        self.config, self._shapes = checkpoint.config, shapes
+        self.name, self.config, self._shapes = session.name, checkpoint.config, shapes
         bindings = drafter_bindings(self.config, precision=precision, shared=())
         self._runner = Runner(session, bindings, shapes)
         self._head = HostHead(checkpoint)

@@ -163,7 +163,13 @@ def _session(folder: Path, part: str, backend: Backend, num_threads: int) -> Ses
     if backend == "onnxruntime":
         from dspark.executors.onnx_session import OnnxSession
 
-        return OnnxSession(folder / f"{part}.onnx", num_threads=num_threads)
+        graph = folder / f"{part}.onnx"
+        if not graph.is_file():
+            raise CheckpointError(
+                f"{graph} is missing; ONNX Runtime runs what `dspark-build export` leaves, or the --onnx folder of "
+                "`dspark-build engine`"
+            )
+        return OnnxSession(graph, num_threads=num_threads)
     from dspark.executors.tensorrt_cuda import CudaSession
 
     return CudaSession(folder / f"{part}.plan")

@@ -144,7 +144,8 @@ def check_pair(
             continue
         if isinstance(found, tuple) and isinstance(asked, tuple):
             found, asked = _first_difference(found, asked)
-        raise CheckpointError(f"{field}: the export was made for {found}, asked for is {asked}; export again")
+        mend = f"set page_size: {found}, or export again" if field == "page_size" else "export again"
+        raise CheckpointError(f"{field}: the export was made for {found}, asked for is {asked}; {mend}")
 
 
 def _first_difference(

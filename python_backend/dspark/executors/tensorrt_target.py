@@ -30,8 +30,6 @@ class TensorRTTarget:
         shapes: the largest pass.
     """
 
-    name = "tensorrt"
-
     def __init__(
         self,
         session: Session,
@@ -42,7 +40,7 @@ class TensorRTTarget:
         feature_layer_ids: tuple[int, ...],
         shapes: EngineShapes,
     ) -> None:
-        self.config, self.dtype = config, DTYPE_NAMES[precision]
+        self.name, self.config, self.dtype = session.name, config, DTYPE_NAMES[precision]
         self.feature_layer_ids = feature_layer_ids
         self._weights, self._shapes = weights, shapes
         self._outputs = (*_OUTPUTS, *(("features",) if feature_layer_ids else ()))
