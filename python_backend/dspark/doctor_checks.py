@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dspark.config import ServeConfig
+from dspark.config import ENGINE_EXECUTORS, ServeConfig
 from dspark.errors import DSparkError
 from dspark.models.config import DecoderConfig, TargetConfig
 
@@ -125,11 +125,14 @@ def model_findings(version_dir: Path) -> Iterator[Finding]:
 
 
 def _executor(config: ServeConfig) -> tuple[str, str | None, Finding]:
-    """Return executor, type (None where it cannot run) and why it is this one."""
+    """Return executor, type (None where it cannot run, or its engine decides) and why it is this one."""
     from dspark_plugins.native import native_available, native_unavailable_reason, preferred_dtype
 
     from dspark.executors.loading import choose_executor
 
+    if config.executor in ENGINE_EXECUTORS:
+        text = f"{config.executor}, {config.engine} (asked for; what it was built for is checked when it is loaded)"
+        return config.executor, None, Finding("executor", text)
     try:
         name = choose_executor(config.executor)
     except DSparkError as error:

@@ -57,6 +57,11 @@ def test_the_page_budget_is_the_engines_own(version_dir):
     assert told["cache"].text.startswith(f"{engine.limits.num_pages} pages of ")
 
 
+def test_an_engine_decides_its_own_memory(version_dir):
+    told = settle(version_dir, executor="onnxruntime", engine=version_dir)
+    assert "onnxruntime" in told["executor"].text and "memory" not in told
+
+
 def test_every_problem_of_the_settings_is_a_finding(version_dir):
     (version_dir / "model.yaml").write_text("target: /nowhere.gguf\npolicy: x\npage_size: 0\n")
     told = list(model_findings(version_dir))

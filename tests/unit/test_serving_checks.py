@@ -88,3 +88,11 @@ def test_targets_that_cannot_be_there(base, target, wrong):
 def test_a_file_that_cannot_be_read_does_not_hide_the_rest(base, text, wrong):
     told = "\n".join(problems(base, text, {"policy": "x"}))
     assert wrong in told and "options: policy: got 'x'" in told and "target: not given" in told
+
+
+def test_an_engine_is_wanted_where_one_is_to_run(base):
+    text = "target: target\nexecutor: onnxruntime\n"
+    (told,) = problems(base, text)
+    assert told.startswith("engine: got '', allowed with the onnxruntime executor is an engine's folder")
+    (base / "model.yaml").write_text(text + "engine: target\n")
+    assert load_checked_config(base / "model.yaml", {}, base=base, environ={}).engine == "target"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from dspark.config import ServeConfig, read_settings
+from dspark.config import ENGINE_EXECUTORS, ServeConfig, read_settings
 from dspark.errors import ConfigError
 from dspark.serving.paths import resolve_paths
 
@@ -66,6 +66,11 @@ def _problems(config: ServeConfig, *, given: set[str], base: Path) -> Iterator[s
     learned = config.learned_calibration
     if learned not in ("auto", "none") and Path(learned).expanduser().is_dir():
         yield f"learned_calibration: got {learned!r}, which is a folder; allowed is a file, auto or none"
+    engine = Path(config.engine).expanduser()
+    if config.executor in ENGINE_EXECUTORS and not (
+        config.engine and any((folder / engine).is_dir() for folder in (Path(), base))
+    ):
+        yield f"engine: got {config.engine!r}, allowed with the {config.executor} executor is an engine's folder"
     allowed = _DTYPES.get(config.executor)
     if allowed is not None and config.dtype not in allowed:
         yield f"dtype: got {config.dtype!r}, allowed with the {config.executor} executor is {', '.join(allowed)}"
