@@ -187,7 +187,9 @@ def measure_ngram(bench: Bench) -> Iterator[Line]:
                 for drafts in (0, -1) if round_number % 2 else (-1, 0):
                     prompt = bench.prompts([text], 1000 + 10 * round_number - drafts)
                     name = f"{kind} {number}, {'ngram' if drafts else 'plain'}"
-                    runs[name] = lambda p=prompt, d=drafts: engine_rate(engine, p, most, num_drafts=d)  # type: ignore[misc]
+                    runs[name] = lambda p=prompt, d=drafts: engine_rate(  # type: ignore[misc]
+                        engine, p, most, num_drafts=d, ignore_eos=False
+                    )
         return runs
 
     rates = bench.rounds(turns)
@@ -197,7 +199,7 @@ def measure_ngram(bench: Bench) -> Iterator[Line]:
             for number in range(len(texts))
         ]
         shown = ", ".join(f"{value:.2f}" for value in each)
-        how = f"{most} tokens, median of each of {len(texts)} prompts: {shown}"
+        how = f"whole answers, median of each of {len(texts)} prompts: {shown}"
         if kind == "repeats":
             yield Line(
                 name=f"ngram over plain, text that {kind}",

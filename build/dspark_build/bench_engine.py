@@ -26,14 +26,17 @@ def load_engine(settings: dict[str, object]) -> Engine:
     return build_engine(load_serve_config(overrides=settings, environ={}))
 
 
-def engine_rate(engine: Engine, prompts: Prompts, max_tokens: int, *, num_drafts: int) -> float:
-    """Return output tokens per second of all prompts together, greedy, end tokens ignored; prefill counts.
+def engine_rate(
+    engine: Engine, prompts: Prompts, max_tokens: int, *, num_drafts: int, ignore_eos: bool = True
+) -> float:
+    """Return output tokens per second of all prompts together, greedy; prefill counts.
 
     Arguments:
         num_drafts: most drafts verified per step; 0 = plain, -1 = the policy decides.
+        ignore_eos: go on to `max_tokens`; behind its own end a model writes what no user ever sees.
     """
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, num_draft_tokens=num_drafts
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, num_draft_tokens=num_drafts
     )
     requests = [Request(prompt_ids=tuple(p), params=params, emit=lambda _output: None) for p in prompts]
     started = time.perf_counter()

@@ -21,6 +21,20 @@ def mean(prices):
     return total(prices) / len(prices)
 """
 
+_ACCOUNT = """class Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance = self.balance + amount
+        return self.balance
+
+    def withdraw(self, amount):
+        self.balance = self.balance - amount
+        return self.balance
+"""
+
 _REPORT = (
     "The town library opened in 1902 in a former grain store. Its first librarian, Clara Whitfield, lent out four "
     "hundred books in the first month. A fire in 1931 destroyed the reading room, and it was rebuilt with the help of "
@@ -48,9 +62,9 @@ MIXED = (
 )
 
 REPEATING = (
-    f"Repeat this Python code exactly:\n```python\n{_CODE}```",
-    f"Rename the function total to add_up in this code and print the whole code again:\n```python\n{_CODE}```",
-    f"Copy this text word for word, without leaving anything out: {_REPORT}",
+    f"Fix the spelling mistakes in this report and print it again:\n\n{_REPORT.replace('rebuilt', 'rebuild')}",
+    f"Add type hints to this code:\n```python\n{_ACCOUNT}```",
+    f"Rewrite this text with every sentence on a line of its own:\n\n{_REPORT}",
 )
 
 NEW = (MIXED[2], MIXED[4], MIXED[14])
