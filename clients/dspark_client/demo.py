@@ -32,7 +32,7 @@ class Case:
 _CASES: Final = (
     Case(
         name="edit",
-        title="an answer that repeats much of its prompt (speculation helps)",
+        title="an answer that repeats much of its prompt (look-up helps most)",
         messages=(
             {
                 "role": "user",
@@ -42,7 +42,7 @@ _CASES: Final = (
     ),
     Case(
         name="story",
-        title="an answer that is all new (speculation can help little)",
+        title="an answer that is all new (only a trained drafter can help)",
         messages=(
             {"role": "user", "content": "Tell a short story about a lighthouse keeper who finds a letter."},
         ),
