@@ -19,7 +19,7 @@ __all__ = ["ServeConfig", "load_serve_config", "parse_bytes", "read_settings"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
-EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS)
+EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS, "tensorrt_llm")
 Rule = Literal["auto", "rejection", "coupled"]
 RULES: tuple[Rule, ...] = ("auto", "rejection", "coupled")
 
@@ -34,9 +34,9 @@ class ServeConfig:
         before (4 tokens or more); builtin drafters leave it aside.
     executor: `auto` (the fastest of native and torch that runs here), `native`, `torch`; or what runs the folder
         that `engine` names: `tensorrt` (plans, on a GPU), `onnxruntime` (the exported graphs on the CPU, slowly: for
-        checking an export).
+        checking an export); or `tensorrt_llm`, TensorRT-LLM's own engine on several GPUs.
     engine: folder of `dspark-build engine` (tensorrt) or `dspark-build export` (onnxruntime), made of this target and
-        drafter.
+        drafter; for tensorrt_llm a YAML file of its LLM arguments (parallelism).
     policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
     capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
         is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dspark.calibration.files import load_calibrator, save_calibrator
 from dspark.calibration.online import OnlineCalibrator
@@ -29,6 +30,9 @@ from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import Scheduler, make_scheduler
 from dspark.serving.paths import state_dir
 
+if TYPE_CHECKING:
+    from dspark.executors.tensorrt_llm_thread import TensorRTLLMThread
+
 __all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter", "save_learned_calibration"]
 
 Progress = Callable[[str], None]
@@ -51,7 +55,7 @@ def _silent(_message: str) -> None:
 class Runtime:
     """A started engine and what the serving side needs beside it."""
 
-    engine: EngineThread
+    engine: EngineThread | TensorRTLLMThread
     scheduler: Scheduler  # the engine's; touched by its thread alone
     tokenizer: Tokenizer | None
     target_config: TargetConfig
@@ -68,6 +72,8 @@ def load_runtime(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     Raises:
         ConfigError, CheckpointError: naming what cannot be used.
     """
+    if config.executor == "tensorrt_llm":
+        return _tensorrt_llm_runtime(config, progress=progress, base=base)
     engine = build_engine(config, progress=progress, base=base)
     thread = EngineThread(
         engine,
@@ -85,8 +91,44 @@ def load_runtime(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     )
 
 
+def _tensorrt_llm_runtime(config: ServeConfig, *, progress: Progress, base: Path | None) -> Runtime:
+    """Load with TensorRT-LLM and start the thread around it. Arguments and errors as `load_runtime`."""
+    from dspark.executors.tensorrt_llm_loading import load_language_model
+
+    progress(f"reading {config.target}")
+    checkpoint = load_target(config.target)
+    spec = resolve_drafter(config.drafter, base=base)
+    outline = peek_drafter(spec, checkpoint.config)
+    calibrator = _calibrator(config, spec, outline, target_hash=checkpoint.config.model_hash)
+    loaded = load_language_model(
+        config,
+        checkpoint,
+        spec=spec,
+        outline=outline,
+        temperatures=None if calibrator is None else tuple(calibrator.temperatures.tolist()),
+        base=base,
+        progress=progress,
+    )
+    loaded.thread.start()
+    return Runtime(
+        engine=loaded.thread,
+        # It decides by itself; this one has nothing to tell of.
+        scheduler=make_scheduler(
+            "none", block_size=0, has_confidence=False, cost_model=None, calibrator=None
+        ),
+        tokenizer=checkpoint.tokenizer,
+        target_config=checkpoint.config,
+        limits=loaded.limits,
+        config=config,
+    )
+
+
 def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Path | None = None) -> Engine:
     """Load target and drafter and return an engine that nobody runs yet. Arguments and errors as `load_runtime`."""
+    if config.executor == "tensorrt_llm":
+        raise ConfigError(
+            "executor: got 'tensorrt_llm', which has an engine of its own; serve it with `dspark serve`"
+        )
     progress(f"reading {config.target}")
     checkpoint = load_target(config.target)
     spec = resolve_drafter(config.drafter, base=base)

@@ -71,9 +71,9 @@ def choose_executor(name: str) -> Literal["native", "torch"]:
     Raises:
         ConfigError: native was asked for and cannot run, says why; or one that runs engines.
     """
-    if name in ENGINE_EXECUTORS:
+    if name not in ("auto", "native", "torch"):
         raise ConfigError(
-            f"executor: got {name!r}, which runs engines; allowed here is auto, native or torch"
+            f"executor: got {name!r}, which takes no checkpoint; allowed here is auto, native, torch"
         )
     if name == "torch":
         return "torch"
