@@ -9,7 +9,7 @@ import pytest
 from dspark_plugins.kernels import plans
 from dspark_plugins.kernels.plans import Variant
 from dspark_plugins.kernels.signatures import arguments_of
-from dspark_plugins.tensorrt.driver import DriverLauncher
+from dspark_plugins.tensorrt.driver import DriverLauncher, runs_on
 from dspark_plugins.tensorrt.forms import Form
 
 bindings = pytest.importorskip(
@@ -45,6 +45,7 @@ class WrittenDriver:
             answers = {
                 "cuCtxGetCurrent": self.context,
                 "cuCtxGetDevice": 0,
+                "cuDeviceGet": 0,
                 "cuLibraryLoadData": "library",
                 "cuLibraryGetKernel": "kernel",
                 "cuKernelGetFunction": "function",
@@ -128,6 +129,33 @@ def test_cooperative_kernels_start_cooperatively() -> None:
     launcher.load(form)
     launcher.launch(form, (128,), (0,) * len(form.arguments), stream=1)
     assert len(driver.named("cuLaunchCooperativeKernel")) == 1 and not driver.named("cuLaunchKernel")
+
+
+def test_a_kernel_that_was_not_loaded_is_named() -> None:
+    driver, form = WrittenDriver(), form_of(plans.schedule())
+    launcher = DriverLauncher(driver)
+    launcher.load(form)
+    driver.context = 12
+    with pytest.raises(RuntimeError, match="schedule_kernel.* was not loaded in this CUDA context"):
+        launcher.launch(form, (1,), (0,) * 14, stream=1)
+
+
+def test_a_launch_does_not_reckon_the_kernels_hash() -> None:
+    form = form_of(plans.schedule())
+    assert form.sha256 is form.sha256
+
+
+def test_the_capability_of_this_machines_gpu() -> None:
+    assert DriverLauncher(WrittenDriver(capability=(12, 0))).capability() == 120
+    assert DriverLauncher(WrittenDriver(fail="cuInit")).capability() is None
+
+
+@pytest.mark.parametrize(
+    ("sm", "capability", "runs"),
+    [(80, 86, True), (86, 80, False), (89, 90, False), (90, 90, True), (100, 103, False), (120, 121, False)],
+)
+def test_kernels_run_on_later_chips_of_their_family_before_9_0(sm: int, capability: int, runs: bool) -> None:
+    assert runs_on(sm, capability) is runs
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 9), True), ((8, 6), False), ((9, 0), False)])

@@ -190,13 +190,14 @@ def test_schedule() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_no_launch_for_no_rows() -> None:
+def test_a_pass_without_rows_writes_nothing() -> None:
     batch = make_paged_batch([0], [0])
     q, k, v, cache, cos, sin, table, *rest = batch.arguments()
     starts, context, slots, positions, _, page_size, scale, window = rest
     words: Any = torch.zeros(0, 0, dtype=torch.int32)
     table = torch.zeros(1, 0, dtype=torch.int32)
-    _, launcher = run_plugin(
+    before = cache.clone()
+    (_, written), launcher = run_plugin(
         "DSparkPagedAttention",
         {"page_size": page_size, "scale": scale, "window": window},
         [q, k, v, cache, cos, sin, table, starts, context, slots, positions, words],
@@ -204,3 +205,4 @@ def test_no_launch_for_no_rows() -> None:
     )
     # A tile per sequence is started, which finds nothing to do.
     assert launcher.launched == ["attention_kernel"]
+    assert torch.equal(written.nan_to_num(1e9), before.nan_to_num(1e9))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from dspark_plugins.tensorrt.attention import BlockAttention, PagedAttention
 from dspark_plugins.tensorrt.block_sample import BlockSample
 from dspark_plugins.tensorrt.forms import decode_forms, encode_forms, pick
 from dspark_plugins.tensorrt.module import INSTALL, tensorrt_name
-from dspark_plugins.tensorrt.operation import Operation
+from dspark_plugins.tensorrt.operation import Buffer, Launch, Operation
 from dspark_plugins.tensorrt.operations import OPERATIONS
 from dspark_plugins.tensorrt.schedule import Schedule
 from dspark_plugins.tensorrt.verify import Verify
@@ -110,6 +113,28 @@ def test_a_trees_form_is_left_out_where_there_are_no_masks() -> None:
     assert all(v.constants.get("MASK", plans.CHAIN) == plans.CHAIN for v in chains)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3), (32, 8), (28, 4), (16, 1), (71, 1)])
+@pytest.mark.parametrize("words", [0, 1])
+def test_a_plan_has_every_form_that_a_pass_can_choose(heads: tuple[int, int], words: int) -> None:
+    num_heads, kv_heads = heads
+    shapes = list(PAGED)
+    shapes[0], shapes[3] = (-1, num_heads, 16), (-1, 2, kv_heads, 16)
+    shapes[1] = shapes[2] = (-1, kv_heads, 16)
+    operation, dtypes = PagedAttention(ATTENTION), paged("fp16", "fp16")
+    stored = {variant.key for variant in operation.variants(shapes, dtypes)}
+    for rows, pages in product(range(1, 200), (1, 64)):
+        sizes = {0: rows, 1: rows, 2: rows, 3: 512, 4: rows, 5: rows, 6: 1, 7: 2, 8: 1, 9: rows, 10: rows}
+        given = [
+            Buffer(16 * i, (sizes.get(i, rows), *shape[1:]), dtype)
+            for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+        ]
+        given[6] = Buffer(96, (1, pages), "i32")
+        given[11] = Buffer(176, (rows, words), "i32")
+        out = Buffer(512, given[0].shape, "fp16")
+        steps = operation.launches(given, [out, given[3]], (1024, 2048), 1)
+        assert {step.variant.key for step in steps if isinstance(step, Launch)} <= stored, (rows, pages)
+
+
 def test_smaller_shapes_never_need_more_scratch_memory() -> None:
     random = np.random.default_rng(0)
     operations: list[tuple[Operation, list[tuple[int | str, ...]]]] = [
@@ -149,6 +174,8 @@ def test_damaged_or_foreign_kernels_are_told() -> None:
         decode_forms(table.replace(b'"sha256":"', b'"sha256":"0'), packed)
     with pytest.raises(ValueError, match="no compiled kernel walk_kernel"):
         pick(decode_forms(table, packed), plans.walk(dtype="fp32", tree=False, probs=False, mapped=False))
+    with pytest.raises(ValueError, match="build the engine anew"):
+        decode_forms(table.replace(b'"symbol"', b'"name"'), packed)
     older = table.replace(b"block_size", b"block_len")
     with pytest.raises(ValueError, match="build the engine anew"):
         pick(decode_forms(older, packed), variant)
@@ -167,6 +194,31 @@ def test_a_plan_without_kernels_is_refused() -> None:
         plugin.configure_plugin(inputs, [])
     with pytest.raises(ValueError, match="inputs must be confidence, num_drafts"):
         plugin.configure_plugin(inputs[:4], [])
+
+
+def test_stored_fields_stay_where_they_are_when_asked_for_again() -> None:
+    from dspark_plugins.tensorrt.plugin import trt
+
+    types = [torch.float16] * 4 + [torch.float32] * 2 + [torch.int32] * 6
+    inputs = [dynamic(trt, s, t, unknown=[], most=[4] * len(s)) for s, t in zip(PAGED, types, strict=True)]
+    built, first, creators = plan_of("DSparkPagedAttention", ATTENTION, inputs, InterpreterLauncher())
+    assert creators
+
+    def addresses(fields: Any) -> dict[str, int]:
+        return {one.name: np.asarray(one.data).__array_interface__["data"][0] for one in fields}
+
+    assert addresses(built.get_fields_to_serialize()) == addresses(first)
+
+
+def test_libraries_are_found_without_a_home_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("in the way")
+    program = "from dspark_plugins.tensorrt.module import load_tensorrt; print(load_tensorrt().__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, tensorrt_name()), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_another_element_type_is_none_of_ours() -> None:

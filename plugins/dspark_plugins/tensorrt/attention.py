@@ -139,7 +139,7 @@ class PagedAttention(_Attention):
         found = [
             self._chosen(q, k, dtypes, rows, mask, split)
             for mask in masks
-            for rows in (*range(1, plans.SPLIT_ROWS + 1), 1 << 20)
+            for rows in (*range(1, plans.SPLIT_ROWS + 1), *(plans.SPLIT_ROWS << n for n in range(1, 8)))
             for split in ((False, True) if rows <= plans.SPLIT_ROWS else (False,))
         ]
         return list({form.key: form for form in [*found, self.merge(q, dtypes)]}.values())

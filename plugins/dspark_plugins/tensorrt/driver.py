@@ -11,10 +11,18 @@ from typing import Any, Protocol
 
 from dspark_plugins.tensorrt.forms import Form
 
-__all__ = ["DriverLauncher", "Launcher"]
+__all__ = ["DriverLauncher", "Launcher", "runs_on"]
 
+_FIRST_OWN = 90  # from here on the compiler writes code for one capability alone (sm_90a, sm_100a, sm_120a)
 _CTYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 * 1024  # bytes that need no permission
+
+
+def runs_on(sm: int, capability: int) -> bool:
+    """Return whether kernels compiled for `sm` run on a device: an equal or, before 9.0, a later one of its family."""
+    if sm >= _FIRST_OWN:
+        return sm == capability
+    return sm // 10 == capability // 10 and sm <= capability
 
 
 class Launcher(Protocol):
@@ -65,13 +73,11 @@ class DriverLauncher:
             if key in self._functions:
                 return
             device = self._call("cuCtxGetDevice")
-            major, minor = (
-                self._attribute(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR")
-            )
-            if form.sm // 10 != major or form.sm % 10 > minor:
+            capability = self._capability(device)
+            if not runs_on(form.sm, capability):
                 raise RuntimeError(
                     f"the plan's kernels are for compute capability {form.sm / 10:.1f}, this device has "
-                    f"{major}.{minor}; build the engine with --sm {major}{minor}"
+                    f"{capability / 10:.1f}; build the engine with --sm {capability}"
                 )
             library = self._call("cuLibraryLoadData", form.cubin, [], [], 0, [], [], 0)
             kernel = self._call("cuLibraryGetKernel", library, form.symbol.encode())
@@ -90,7 +96,12 @@ class DriverLauncher:
         # Two pointers of the compiler's own come last.
         parameters = ((*arguments, 0, 0), (*kinds, ctypes.c_void_p, ctypes.c_void_p))
         x, y, z = (*grid, 1, 1)[:3]
-        common = (self._functions[self._context(), form.sha256], x, y, z, form.num_threads, 1, 1)
+        function = self._functions.get((self._context(), form.sha256))
+        if function is None:
+            raise RuntimeError(
+                f"kernel {form.key} was not loaded in this CUDA context: contexts must be made and run on one device"
+            )
+        common = (function, x, y, z, form.num_threads, 1, 1)
         if form.cooperative:
             self._call("cuLaunchCooperativeKernel", *common, form.shared_bytes, stream, parameters)
         else:
@@ -99,6 +110,18 @@ class DriverLauncher:
     def fill(self, address: int, num_words: int, stream: int) -> None:
         """Write zeros."""
         self._call("cuMemsetD32Async", address, 0, num_words, stream)
+
+    def capability(self, index: int = 0) -> int | None:
+        """Return the compute capability of a GPU of this machine (89 = 8.9), None where there is none."""
+        try:
+            self._call("cuInit", 0)
+            return self._capability(self._call("cuDeviceGet", index))
+        except (ImportError, RuntimeError):  # no bindings, no driver library, no device
+            return None
+
+    def _capability(self, device: Any) -> int:
+        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
+        return 10 * major + minor
 
     def _context(self) -> int:
         return int(self._call("cuCtxGetCurrent"))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dspark_plugins.kernels.plans import Variant
@@ -27,10 +27,10 @@ class Form:
     shared_bytes: int  # dynamic shared memory of a program
     cooperative: bool
     cubin: bytes
+    sha256: str = field(init=False)  # of the cubin; reckoned once, as every launch asks for it
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.cubin).hexdigest()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha256", hashlib.sha256(self.cubin).hexdigest())
 
 
 def pick(forms: Mapping[str, Form], variant: Variant) -> Form:
@@ -80,26 +80,18 @@ def decode_forms(table: bytes, packed: bytes) -> dict[str, Form]:
     Raises:
         ValueError: the data are damaged.
     """
+    found: dict[str, Form] = {}
     try:
         cubins, rows = zlib.decompress(packed), json.loads(table)
-    except (zlib.error, ValueError) as error:
-        raise ValueError(f"the plan's kernels cannot be read: {error}") from error
-    found: dict[str, Form] = {}
-    at = 0
-    for row in rows:
-        cubin = cubins[at : at + row["cubin_bytes"]]
-        at += row["cubin_bytes"]
-        form = Form(
-            key=row["key"],
-            sm=row["sm"],
-            symbol=row["symbol"],
-            arguments=tuple((name, kind) for name, kind in row["arguments"]),
-            num_threads=row["num_threads"],
-            shared_bytes=row["shared_bytes"],
-            cooperative=row["cooperative"],
-            cubin=cubin,
-        )
-        if form.sha256 != row["sha256"]:
-            raise ValueError(f"the plan's kernel {form.key} is damaged: its hash is not {row['sha256']}")
-        found[form.key] = form
+        at = 0
+        for row in rows:
+            size, sha256 = row.pop("cubin_bytes"), row.pop("sha256")
+            arguments = tuple((name, kind) for name, kind in row.pop("arguments"))
+            form = Form(**row, arguments=arguments, cubin=cubins[at : at + size])
+            at += size
+            if form.sha256 != sha256:
+                raise ValueError(f"kernel {form.key} is damaged, its hash is not {sha256}")
+            found[form.key] = form
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the plan's kernels cannot be read ({error!r}); build the engine anew") from error
     return found

@@ -2,14 +2,18 @@
 
 The wheel of `tensorrt_rtx` ships `libtensorrt_rtx.so.1` alone, but its ONNX parser opens `libtensorrt_rtx.so` when it
 meets a plugin, and ends the process when that fails. So its libraries are loaded from a folder of ours (in the user's
-cache) in which links give them both names; the folder of the wheel stays as it is.
+cache, else a temporary one) in which links give them both names; the folder of the wheel stays as it is.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import os
+import shutil
+import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,11 +62,15 @@ def _load_libraries() -> None:
     if spec is None or not spec.submodule_search_locations:
         return
     shipped = Path(spec.submodule_search_locations[0])
-    folder = _links_folder(shipped)
-    folder.mkdir(parents=True, exist_ok=True)
-    for library in sorted(shipped.glob("lib*.so.*")):
-        for name in (library.name, library.name.partition(".so")[0] + ".so"):
-            _link(folder / name, library)
+    libraries = sorted(shipped.glob("lib*.so.*"))
+    try:
+        folder = _links_folder(shipped)
+        _link_all(folder, libraries)
+    except (OSError, RuntimeError):  # a home that cannot be written, or none, as in many containers
+        folder = Path(tempfile.mkdtemp(prefix="dspark-tensorrt-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _link_all(folder, libraries)
+    for library in libraries:
         # Under this path the loader takes our folder for the library's own, and looks for the other name there.
         ctypes.CDLL(str(folder / library.name))
 
@@ -72,10 +80,18 @@ def _links_folder(shipped: Path) -> Path:
     return cache_home / "dspark" / "tensorrt" / str(shipped).strip("/").replace("/", "-")
 
 
+def _link_all(folder: Path, libraries: Sequence[Path]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in libraries:
+        for name in (library.name, library.name.partition(".so")[0] + ".so"):
+            _link(folder / name, library)
+
+
 def _link(path: Path, target: Path) -> None:
     """Make a link unless it is there; another process may do the same at the same time."""
     if path.is_symlink() and path.resolve() == target.resolve():
         return
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)  # of a process that was killed here and had this number
     fresh.symlink_to(target)
     fresh.replace(path)

@@ -88,7 +88,8 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         self.operation = operation
         self.kernels = kernels
         self.tools = tools
-        self._arrays: list[npt.NDArray[Any]] = []  # what serialised fields point at
+        self._arrays: list[npt.NDArray[Any]] = []  # what the serialised fields point at
+        self._stored: Any = None  # those fields
 
     # Core
 
@@ -134,6 +135,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
         chosen = self.operation.variants(shapes, dtypes)
         compiled = self.tools.compiler(chosen)
         self.kernels = {variant.key: pick(compiled, variant) for variant in chosen}
+        self._stored = None
 
     def get_aliased_input(self, output_index: int) -> int:
         return self.operation.aliases.get(output_index, -1)
@@ -149,6 +151,12 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
     # Running
 
     def get_fields_to_serialize(self) -> Any:
+        """Return what a plan keeps; the same fields each time, as TensorRT may still read those of an earlier call."""
+        if self._stored is None:
+            self._stored = self._fields()
+        return self._stored
+
+    def _fields(self) -> Any:
         table, cubins = encode_forms(self.kernels.values())
         fields: list[tuple[str, npt.NDArray[Any], Any]] = [
             (_TABLE, np.frombuffer(table, np.int8), trt.PluginFieldType.CHAR),
@@ -279,7 +287,9 @@ class _Size:
 
 
 def _buffer(desc: Any, address: int) -> Buffer:
-    return Buffer(int(address), tuple(desc.dims), _DTYPES[desc.type])
+    return Buffer(
+        int(address), tuple(desc.dims[:]), _DTYPES[desc.type]
+    )  # a slice: far faster than by element
 
 
 def _bytes(data: Any) -> bytes:
