@@ -130,7 +130,7 @@ def _executor(config: ServeConfig) -> tuple[str, str | None, Finding]:
 
     from dspark.executors.loading import choose_executor
 
-    if config.executor in ENGINE_EXECUTORS:
+    if config.executor in (*ENGINE_EXECUTORS, "tensorrt_llm"):
         text = f"{config.executor}, {config.engine} (asked for; what it was built for is checked when it is loaded)"
         return config.executor, None, Finding("executor", text)
     try:

@@ -95,4 +95,4 @@ def test_an_engine_is_wanted_where_one_is_to_run(base):
     (told,) = problems(base, text)
     assert told.startswith("engine: got '', allowed with the onnxruntime executor is an engine's folder")
     (base / "model.yaml").write_text(text + "engine: target\n")
-    assert load_checked_config(base / "model.yaml", {}, base=base, environ={}).engine == "target"
+    assert load_checked_config(base / "model.yaml", {}, base=base, environ={}).engine == str(base / "target")

@@ -304,7 +304,7 @@ def test_stop_words_need_a_tokenizer():
 
 def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized():
     class Counting(ByteCodec):
-        def encode(self, text, **options):
+        def encode(self, _text, **_options):
             raise AssertionError("tokenized")
 
     limits = ModelLimits.of(vocab_size=256, max_context_len=64, tokenizer=Counting())

@@ -19,6 +19,7 @@ _SETTINGS: Final = (
     "drafter",
     "dtype",
     "executor",
+    "engine",
     "policy",
     "max_batch_size",
     "max_context_len",
@@ -38,6 +39,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--drafter", metavar="DIR|none|ngram|auto", help="what proposes tokens")
     model.add_argument("--dtype", choices=DTYPES)
     model.add_argument("--executor", choices=EXECUTORS)
+    model.add_argument(
+        "--engine",
+        metavar="DIR",
+        help="what executor tensorrt or onnxruntime runs; a YAML file for tensorrt_llm",
+    )
     model.add_argument(
         "--policy", metavar="auto|none|fixed:K|threshold:P", help="how many drafts are verified"
     )
@@ -159,4 +165,5 @@ def checked_settings(args: argparse.Namespace) -> dict[str, object]:
     config = load_checked_config(model_yaml if model_yaml.is_file() else None, given, base=version_dir)
     # Absolute from here on: the server may run in another working folder.
     given.update(target=config.target, drafter=config.drafter)
+    given.update({"engine": config.engine} if config.engine else {})
     return given

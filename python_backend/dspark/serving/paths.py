@@ -27,12 +27,17 @@ def state_dir() -> Path:
 
 
 def resolve_paths(config: ServeConfig, *, base: Path) -> ServeConfig:
-    """Return `config` with target and drafter made absolute where they are paths.
+    """Return `config` with target, drafter and engine made absolute where they are paths.
 
     A relative path is looked up in the working folder, then in `base`, the folder of model.yaml. What is
     found in neither stays as it is (a hub name, or an error that the loader words better).
     """
-    return replace(config, target=_resolve(config.target, base), drafter=_resolve(config.drafter, base))
+    return replace(
+        config,
+        target=_resolve(config.target, base),
+        drafter=_resolve(config.drafter, base),
+        engine=_resolve(config.engine, base) if config.engine else "",
+    )
 
 
 def _resolve(name: str, base: Path) -> str:
