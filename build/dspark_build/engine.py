@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import dspark_plugins
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError
 from dspark.executors.tensorrt_bindings import Binding, Precision, drafter_bindings, target_bindings
@@ -39,7 +40,9 @@ from dspark_build.engine_manifest import (
 from dspark_build.engine_profiles import EngineLimits, profile_shapes, profiles_of
 from dspark_build.engine_report import report_text
 from dspark_build.export import ExportJob, export_pair
+from dspark_build.export_inputs import EXPORT_SOURCES, inputs_hash
 from dspark_build.files import write_atomically, write_text
+from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import say
 
 __all__ = ["add_engine_arguments", "build_engines", "remove_strangers", "run_engine"]
@@ -87,6 +90,10 @@ def run_engine(args: argparse.Namespace) -> int:
             )
     if args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"--out: must be a folder, got the file {str(args.out)!r}")
+    if args.onnx is not None and args.out.resolve().is_relative_to(args.onnx.resolve()):
+        raise ConfigError(
+            f"--onnx: that folder is replaced as a whole, so --out must not be in it; got {str(args.onnx)!r}"
+        )
     sm = _architecture(args.sm, args.precision)
     target = load_target(args.target)
     drafter = None
@@ -143,23 +150,37 @@ def build_engines(
         num_jobs: processes that compile kernels.
 
     Raises:
-        ConfigError: limits that TensorRT does not take.
+        ConfigError: limits that TensorRT does not take, a folder that another build is at work in or that cannot
+            be written.
         EngineError: TensorRT cannot build it.
         CapacityError: the disk is full.
     """
+    _check_shapes(job, limits)
+    with locked_folder(out):
+        return _build_all(job, limits, sm, out, graphs=graphs, num_jobs=num_jobs)
+
+
+def _build_all(
+    job: ExportJob, limits: EngineLimits, sm: int, out: Path, *, graphs: Path | None, num_jobs: int
+) -> EngineManifest:
     tools = _tools()
     inputs = _inputs(job, limits, sm, tools)
     found = _unchanged(out, inputs)
     if found is not None:
         say(f"nothing to do: the plans in {out} were built from the same inputs")
+        if graphs is not None:
+            export_pair(job, graphs)
         return found
-    _check_shapes(job, limits)
-    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out: {str(out)!r} cannot be written")
+    remove_abandoned(out, ".onnx-*", ".*.part")
     with _graphs(job, graphs, out) as (folder, export):
-        (out / ENGINE_NAME).unlink(missing_ok=True)  # from here on the folder is not whole
+        for name in (ENGINE_NAME, EXPORT_NAME):
+            (out / name).unlink(missing_ok=True)  # from here on the folder is not whole
         parts = [("target", export.target_bindings)]
         parts += [("drafter", export.drafter_bindings)] if job.drafter else []
         plans = tuple(_build(name, bindings, folder, limits, sm, out, num_jobs) for name, bindings in parts)
+    remove_strangers(out, plans)
     files = tuple(plan.file for plan in plans)
     write_text(out / EXPORT_NAME, replace(export, files=files).text())
     manifest = EngineManifest(
@@ -177,7 +198,6 @@ def build_engines(
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     write_text(out / ENGINE_NAME, manifest.text())
-    remove_strangers(out, plans)
     size, seconds = sum(file.num_bytes for file in files), sum(plan.build_s for plan in plans)
     say(
         f"{len(plans)} plans for sm {sm}, {size / 1e6:.1f} MB, in {out}: {seconds:.0f} s, "
@@ -281,14 +301,11 @@ def _tools() -> dict[str, str]:
 
 def _inputs(job: ExportJob, limits: EngineLimits, sm: int, tools: dict[str, str]) -> str:
     """Return the hash of all that decides the plans."""
-    import dspark_plugins
-
-    digest = hashlib.sha256()
+    plugins, here = Path(dspark_plugins.__file__ or "").parent, Path(__file__).parent
     told = (tools, job.target.config, job.drafter_hash, job.precision, limits, sm)
-    digest.update(repr(told).encode())
-    plugins = Path(dspark_plugins.__file__ or "").parent
-    sources = [*Path(__file__).parent.glob("export*.py"), *Path(__file__).parent.glob("engine*.py")]
-    sources += [*(plugins / "kernels").glob("*.py"), *(plugins / "tensorrt").glob("*.py")]
-    for path in sorted(sources):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    own = [
+        *(plugins / "kernels").glob("*.py"),
+        *(plugins / "tensorrt").glob("*.py"),
+        *here.glob("engine*.py"),
+    ]
+    return inputs_hash(told, [*EXPORT_SOURCES, *own])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import CheckpointError
-from dspark.executors.tensorrt_manifest import ExportedFile
+from dspark.executors.tensorrt_manifest import EXPORT_NAME, ExportedFile, load_export
 
 __all__ = ["ENGINE_NAME", "EngineManifest", "PlanFile", "load_engine_manifest", "whole_engine"]
 
@@ -79,12 +79,14 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
 
 
 def whole_engine(folder: Path) -> EngineManifest:
-    """Read a folder's manifest and every plan.
+    """Read a folder's manifests and every plan.
 
     Raises:
-        CheckpointError: a plan is missing, cut short or not the one that was built; names both values.
+        CheckpointError: a file is missing, or a plan is cut short or not the one that was built; names both values.
     """
     manifest = load_engine_manifest(folder)
+    if load_export(folder).files != tuple(plan.file for plan in manifest.plans):
+        raise CheckpointError(f"{folder / EXPORT_NAME}: is not of these plans; build the engine again")
     for plan in manifest.plans:
         path = folder / plan.file.name
         size = path.stat().st_size if path.is_file() else -1

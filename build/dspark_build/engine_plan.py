@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from dspark.errors import ConfigError, EngineError
 from dspark.executors.tensorrt_bindings import Binding
+from dspark_plugins.tensorrt.driver import DriverLauncher
 from dspark_plugins.tensorrt.plugin import NAMESPACE, register, trt
 
 from dspark_build.engine_kernels import KernelCompiler
@@ -65,8 +66,23 @@ def check_architecture(sm: int, precision: str) -> None:
         raise ConfigError(
             f"--sm: got {sm}, which {tensorrt_version()} cannot build for; allowed are {allowed}"
         )
+    if not known:
+        _check_at_hand(sm)
     if precision == "bf16" and sm < 80:
         raise ConfigError(f"--precision: got 'bf16', which sm {sm} does not have; allowed are fp16, fp32")
+
+
+def _check_at_hand(sm: int) -> None:
+    """Refuse an architecture that is not the plugged-in GPU's, for a TensorRT that builds for no other."""
+    found = DriverLauncher().capability()
+    if found is None:
+        raise ConfigError(
+            f"{tensorrt_version()} builds for the GPU at hand alone, and there is none; tensorrt-rtx builds without"
+        )
+    if sm != found:
+        raise ConfigError(
+            f"--sm: got {sm}, but {tensorrt_version()} builds for the GPU at hand alone; allowed is {found}"
+        )
 
 
 def _known_architectures() -> list[int]:

@@ -15,6 +15,12 @@ __all__ = ["EngineLimits", "Profile", "profile_shapes", "profiles_of"]
 
 Range = tuple[int, int, int]  # least, usual, most
 _MOST_ELEMENTS = 2**31 - 1  # of a tensor
+_OPTIONS = {  # what a dimension's largest size comes from
+    **dict.fromkeys(("R", "R+1", "M"), ("--max-batch",)),
+    **dict.fromkeys(("T", "N"), ("--max-batch", "--max-tokens")),
+    "P": ("--max-pages",),
+    "S": ("--max-batch", "--max-pages"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +81,11 @@ def profile_shapes(
     """Return least, usual and largest shape of every input and cache.
 
     Raises:
-        ConfigError: a tensor would be larger than TensorRT takes.
+        ConfigError: a tensor, outputs included, would be larger than TensorRT takes.
     """
     shapes = {}
     for binding in bindings:
-        if binding.kind not in ("input", "cache"):
+        if binding.kind == "weight":
             continue
         sides = [profile.sizes[side] if isinstance(side, str) else (side,) * 3 for side in binding.shape]
         least, usual, most = (tuple(side[i] for side in sides) for i in range(3))
@@ -87,9 +93,11 @@ def profile_shapes(
         for side in most:
             elements *= side
         if elements > _MOST_ELEMENTS:
+            options = dict.fromkeys(word for side in binding.shape for word in _OPTIONS.get(str(side), ()))
             raise ConfigError(
-                f"--max-batch, --max-pages: {binding.name} would have {elements} elements {list(most)}, "
+                f"{', '.join(options)}: {binding.name} would have {elements} elements {list(most)}, "
                 f"allowed are {_MOST_ELEMENTS}"
             )
-        shapes[binding.name] = (least, usual, most)
+        if binding.kind != "output":
+            shapes[binding.name] = (least, usual, most)
     return shapes

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import Any, cast, get_args
 
 from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint
 from dspark.drafters.identity import drafter_identity
-from dspark.errors import CapacityError, CheckpointError, ConfigError
+from dspark.errors import CheckpointError, ConfigError
 from dspark.executors.tensorrt_bindings import Precision, target_bindings
 from dspark.executors.tensorrt_manifest import (
     EXPORT_NAME,
@@ -33,7 +33,9 @@ from dspark.executors.tensorrt_manifest import (
 )
 from dspark.models.loading import TargetCheckpoint, load_target
 
+from dspark_build.export_inputs import EXPORT_SOURCES, inputs_hash
 from dspark_build.files import write_text
+from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import ProgressLine, say
 
 __all__ = ["ExportJob", "add_export_arguments", "export_pair", "run_export"]
@@ -217,12 +219,8 @@ def _tools() -> dict[str, str]:
 
 def _inputs(job: ExportJob) -> str:
     """Return the hash of all that decides the files."""
-    digest = hashlib.sha256()
     told = (_tools(), job.target.config, job.drafter_hash, job.precision, job.page_size)
-    digest.update(repr(told).encode())
-    for path in sorted(Path(__file__).parent.glob("export*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return inputs_hash(told, EXPORT_SOURCES)
 
 
 def _whole(out: Path) -> ExportManifest | None:
@@ -250,21 +248,36 @@ def _fresh_folder(out: Path) -> Iterator[Path]:
     """Give a folder to fill that takes the place of `out` when all went well and is removed when it did not."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        remove_abandoned(out.parent, f".{out.name}.new-*", f".{out.name}.old-*")
+        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.new-", dir=out.parent))
     except OSError as error:
         raise ConfigError(f"--out: {str(out)!r} cannot be written: {error}") from error
     try:
-        yield fresh
-        fresh.chmod(0o755)
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-            os.rename(out, old)  # an empty folder may be renamed over
-            os.rename(fresh, out)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(fresh, out)
-    except BaseException as error:
+        with locked_folder(fresh, shown=out):
+            yield fresh
+            fresh.chmod(0o755)
+            _take_the_place(fresh, out)
+    except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError(f"disk full while exporting to {out}; free space and run again") from error
         raise
+
+
+def _take_the_place(fresh: Path, out: Path) -> None:
+    """Rename a whole folder to `out`; an earlier one goes, also one that another export puts there meanwhile.
+
+    Raises:
+        ConfigError: it cannot be replaced.
+    """
+    for _ in range(100):
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
+        try:
+            with suppress(FileNotFoundError):
+                os.rename(out, old)  # an empty folder may be renamed over
+            os.rename(fresh, out)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise ConfigError(f"--out: {str(out)!r} cannot be replaced: {error}") from error
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+    raise ConfigError(f"--out: {str(out)!r} is replaced by other exports all the time")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from dspark.errors import ConfigError
 from dspark.executors.tensorrt_bindings import Precision
 from dspark.models.config import DecoderConfig, WeightSource
 from dspark.models.rope import inverse_frequencies
@@ -30,9 +31,21 @@ class DecoderGraph:
     # Weights
 
     def stored(self, name: str, array: npt.NDArray[np.float32], precision: Precision | None = None) -> str:
-        """Store an array in a type, that of the network unless told."""
+        """Store an array in a type, that of the network unless told.
+
+        Raises:
+            ConfigError: fp16 cannot hold it.
+        """
         kind = precision or self.precision
-        return self.file.add(name, array.astype(_TYPES[kind]), ELEMENT_TYPES[kind])
+        with np.errstate(over="ignore"):  # told below
+            cast = array.astype(_TYPES[kind])
+        if kind == "fp16" and not np.isfinite(cast).all():
+            most = np.abs(array).max()
+            raise ConfigError(
+                f"--precision: {name} has values up to {most:g}, which fp16 (up to 65504) cannot hold; "
+                f"allowed is {'fp32' if self.precision == 'bf16' else 'bf16 or fp32'}"
+            )
+        return self.file.add(name, cast, ELEMENT_TYPES[kind])
 
     def matrix(self, name: str, precision: Precision | None = None) -> str:
         """Store `name`.weight in a type, that of the network unless told."""

@@ -11,8 +11,10 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ from dspark_plugins.kernels.sets import HEADS, SHAPES, variants_for
 from dspark_plugins.kernels.signatures import arguments_of
 
 from dspark_build.files import write_atomically, write_text
+from dspark_build.folder_lock import locked_folder
 from dspark_build.progress import ProgressLine, say
 
 __all__ = ["KernelEntry", "add_kernels_arguments", "build_kernels", "load_kernel_manifest", "run_kernels"]
@@ -128,8 +131,17 @@ def build_kernels(
         quiet: show progress alone, not the folder.
 
     Raises:
-        CapacityError: a kernel needs more shared memory than an architecture has, or the disk is full.
+        CapacityError: a kernel needs more shared memory than an architecture has, the disk is full, or a compiling
+            process was ended from outside.
+        ConfigError: another build is at work in the folder, or it cannot be written.
     """
+    with locked_folder(out):
+        return _build_all(variants, sms, out, num_jobs=num_jobs, quiet=quiet)
+
+
+def _build_all(
+    variants: Sequence[Variant], sms: Sequence[int], out: Path, *, num_jobs: int, quiet: bool
+) -> list[KernelEntry]:
     tell = (lambda _: None) if quiet else say
     tools = _tool_versions()
     source = _source_hash()
@@ -200,7 +212,7 @@ def _compile_all(jobs: Sequence[tuple[Variant, int, str]], out: Path, num_jobs: 
     with ProcessPoolExecutor(
         min(num_jobs, max(len(jobs), 1)),
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_no_interpreter,
+        initializer=_start_compiling,
     ) as pool:
         waiting = {pool.submit(_compile, variant, sm): (variant, sm, inputs) for variant, sm, inputs in jobs}
         try:
@@ -212,6 +224,10 @@ def _compile_all(jobs: Sequence[tuple[Variant, int, str]], out: Path, num_jobs: 
                     f"{done}/{len(jobs)}  sm {sm}  {variant.kernel}",
                     force=done == len(jobs),
                 )
+        except BrokenProcessPool as error:
+            raise CapacityError(
+                "a compiling process was ended from outside, most likely for want of memory; take fewer --jobs"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -219,8 +235,17 @@ def _compile_all(jobs: Sequence[tuple[Variant, int, str]], out: Path, num_jobs: 
             progress.close()
 
 
-def _no_interpreter() -> None:
+def _start_compiling() -> None:
+    """Make a fresh process ready: no interpreter, and no life of its own behind a parent that was killed."""
     os.environ.pop("TRITON_INTERPRET", None)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _compile(variant: Variant, sm: int) -> Any:

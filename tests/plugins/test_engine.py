@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from dspark_build.cli import main
 from dspark_build.engine import remove_strangers
 from dspark_build.engine_profiles import EngineLimits, profile_shapes, profiles_of
 from dspark_build.engine_report import layers_of, missing_plugins, report_text
+from dspark_build.folder_lock import locked_folder
 from dspark_plugins.tensorrt.module import INSTALL, tensorrt_name
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import write_tiny_target
@@ -48,6 +52,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(home: Path, out: Path, **options: str) -> int:
+    return main(words_of(home, out, **options))
+
+
+def words_of(home: Path, out: Path, **options: str) -> list[str]:
     given = {
         "target": str(home / "target"),
         "drafter": str(home / "drafter"),
@@ -59,7 +67,7 @@ def engine(home: Path, out: Path, **options: str) -> int:
         "max-pages": "8",
         "page-size": "4",
     } | options
-    return main(["engine", *(word for name, value in given.items() for word in (f"--{name}", value))])
+    return ["engine", *(word for name, value in given.items() for word in (f"--{name}", value))]
 
 
 def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
@@ -104,6 +112,79 @@ def test_the_runtime_takes_the_folder_and_refuses_a_cut_plan(home: Path, tmp_pat
     (cut / "target.plan").unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         whole_engine(cut)
+
+
+def test_every_plugin_of_a_plan_carries_its_kernels(home: Path) -> None:
+    for plan in whole_engine(home / "built").plans:
+        data = (home / "built" / plan.file.name).read_bytes()
+        assert data.count(b"kernel_table") == data.count(b"cubins") >= 2 * plan.num_plugins  # in each profile
+
+
+def test_a_folder_without_the_manifest_of_its_runtime_is_not_whole(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "built", tmp_path / "built")
+    path = tmp_path / "built" / "export.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"files": raw["files"][:1]}))
+    with pytest.raises(CheckpointError, match="export.json: is not of these plans; build the engine again"):
+        whole_engine(tmp_path / "built")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="export.json"):
+        whole_engine(tmp_path / "built")
+
+
+def test_a_build_that_is_killed_leaves_nothing_that_serves(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(home / "built", out)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dspark_build.cli", *words_of(home, out, **{"max-batch": "2"})],
+        stderr=subprocess.DEVNULL,
+    )
+    while (out / "engine.json").exists() and started.poll() is None:
+        time.sleep(0.01)
+    started.kill()
+    started.wait()
+    assert list(out.glob(".onnx-*")), "it was not killed at work"
+    assert not (out / "engine.json").exists() and not (out / "export.json").exists()
+    assert engine(home, out) == 0
+    assert {path.name for path in out.iterdir()} == FILES
+    whole_engine(out)
+
+
+def test_a_folder_that_is_built_in_already_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked_folder(home / "built"):
+        assert engine(home, home / "built") == 2
+    assert "--out: another build is at work in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("onnx", ["out", "."])
+def test_graphs_do_not_replace_the_plans(
+    onnx: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert engine(home, tmp_path / "out", onnx=str(tmp_path / onnx)) == 2
+    assert "--onnx: that folder is replaced as a whole, so --out must not be in it" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (90, "--sm: got 89, but .* allowed is 90"),
+        (None, "for the GPU at hand alone, and there is none"),
+        (89, ""),
+    ],
+)
+def test_a_tensorrt_for_the_gpu_at_hand_builds_for_no_other(
+    found: int | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dspark_build import engine_plan
+
+    monkeypatch.setattr(engine_plan, "_known_architectures", list)
+    monkeypatch.setattr(engine_plan.DriverLauncher, "capability", lambda _: found)
+    if not told:
+        engine_plan.check_architecture(89, "bf16")
+        return
+    with pytest.raises(ConfigError, match=told):
+        engine_plan.check_architecture(89, "bf16")
 
 
 def test_unchanged_inputs_are_nothing_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
