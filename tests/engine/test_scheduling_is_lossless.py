@@ -12,10 +12,11 @@ import pytest
 from dspark.engine.engine import Engine
 from dspark.scheduling.allocation import Candidates, best_num, throughput
 from dspark.scheduling.cost_model import CostCurve, CostModel
-from dspark.scheduling.interface import Scheduler, StepObservation
+from dspark.scheduling.interface import Int, Int32, Scheduler, StepObservation
 from dspark.scheduling.load_aware import LoadAwareScheduler
 from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import make_scheduler
+from dspark.scheduling.single import rates_of
 from support.chi_square import assert_distributed_as
 from support.engines import answers, make_request
 from support.two_tokens import make_table_engine
@@ -42,6 +43,14 @@ class NaiveScheduler(LoadAwareScheduler):
         self, candidates: Candidates, seconds: Float64, num_sequences: int, *_blocks: int, **_flags: bool
     ) -> int:
         return best_num(throughput(candidates, num_sequences=num_sequences, seconds=seconds))
+
+    def _len_of_one(self, survival: list[float], seconds: list[float]) -> int:
+        return int(np.argmax(rates_of(survival, seconds)))
+
+    def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
+        """Draft whole blocks: the counterexample needs both tokens in sight."""
+        wanted = super().draft_len(sequence_ids=sequence_ids, caps=caps, prefill_tokens=prefill_tokens)
+        return np.where(wanted > 0, caps, np.int32(0))
 
 
 def cost(seconds: tuple[float, ...]) -> CostModel:

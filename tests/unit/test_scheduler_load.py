@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -290,3 +291,41 @@ def test_prefix_and_lagged_need_a_measured_curve() -> None:
             ConfigError, match=f"policy: got '{policy}' without a measured cost curve, allowed is"
         ):
             make_scheduler(policy, block_size=G, has_confidence=True)
+
+
+def test_the_next_block_is_as_deep_as_the_last_was_worth_and_one_more() -> None:
+    scheduler = make_scheduler(
+        "auto",
+        block_size=G,
+        has_confidence=True,
+        cost_model=CostModel(curve(lambda _: 2e-4)),
+        calibrator=None,
+    )
+    ids, no, caps = np.array([3]), np.zeros(1, np.bool_), np.full(1, G, np.int32)
+
+    def block(logits: list[float]) -> tuple[int, int]:
+        """Run one step; return how many drafts were asked for and how many were verified."""
+        wanted = scheduler.draft_len(sequence_ids=ids, caps=caps, prefill_tokens=0)
+        rated = np.array([logits], np.float32)
+        common: dict[str, Any] = {"sequence_ids": ids, "confidence_logits": rated, "num_drafts": wanted}
+        verify_len = scheduler.verify_len(**common, sampled=no, altered=no, prefill_tokens=0)
+        scheduler.observe(
+            StepObservation(
+                **common,
+                verify_len=verify_len,
+                accepted=verify_len,
+                sampled=no,
+                altered=no,
+                target_tokens=1 + int(verify_len[0]),
+                verify_s=verify_s(1 + int(verify_len[0])),
+                num_blocks=1,
+            )
+        )
+        return int(wanted[0]), int(verify_len[0])
+
+    sure = [6.0] * G
+    early_end = [6.0, 6.0] + [-9.0] * (G - 2)
+    assert block(early_end) == (G, 2)
+    assert block(early_end) == (3, 2)
+    depths = [block(sure)[0] for _ in range(4)]
+    assert depths == [3, 5, 7, 7]

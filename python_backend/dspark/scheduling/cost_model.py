@@ -269,6 +269,6 @@ class CostModel:
                     * (self._context_s + per_row * step.target_tokens)
                 )
             self.measured |= self._verify.observe(step.target_tokens, verify_s, extra_s=context_s)
-        num_blocks = step.num_blocks or int(np.count_nonzero(step.num_drafts))
+        num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
         if num_blocks > 0:
             self._draft.observe(num_blocks, step.draft_s)

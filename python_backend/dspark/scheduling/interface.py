@@ -60,7 +60,7 @@ class StepObservation:
     verify_s: float  # seconds of the target pass
     confidence_logits: Float32 | None = None  # [R, G], undefined past num_drafts, NaN where looked up
     soft_labels: Float32 | None = None  # [R, G], NaN = unknown
-    num_blocks: int = 0  # sequences that a block was drafted for
+    num_blocks: int | None = None  # blocks that the drafter ran for; None = all sequences with drafts
     prefill_tokens: int = 0  # prefill rows of the pass
     context_tokens: int = 0  # cached tokens of all sequences together, before the pass
     draft_s: float = 0.0  # seconds of drafting

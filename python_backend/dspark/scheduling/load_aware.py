@@ -35,8 +35,9 @@ from dspark.scheduling.allocation import (
 )
 from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.interface import Bool, Calibrator, Float32, Float64, Int, Int32, Int64, StepObservation
-from dspark.scheduling.planning import plan_drafting
+from dspark.scheduling.planning import MARGIN, plan_drafting
 from dspark.scheduling.policy import Policy
+from dspark.scheduling.single import early_stop_len, lookahead_len, rates_of, worth_drafting
 
 __all__ = ["LoadAwareScheduler"]
 
@@ -46,6 +47,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is
 _PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
+_DEEPER = 2  # drafts more after a block that was verified whole
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 
 
@@ -82,6 +84,7 @@ class LoadAwareScheduler:
         self._memory = SurvivalMemory(block_size)
         self._skipped = np.zeros((16, 2))  # steps since the block: was drafted, showed anything
         self._wait = np.full((16, 2), float(_FIRST_WAIT))  # steps until the next probe of either kind
+        self._depth = np.full(16, block_size, np.int32)  # drafts of a sequence's next block
         self._context_per_sequence = 0.0
         self._decay = 0.8  # usual ratio of a_{k+1} to a_k
         self._budgets: deque[tuple[int, int]] = deque(maxlen=2)  # (drafts, blocks) of the last two steps
@@ -110,18 +113,32 @@ class LoadAwareScheduler:
             samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN) * at_most
         else:
             samples = survival_of(self._stats.confidence(rows), caps)[None]
-        drafted = plan_drafting(
-            samples,
-            eligible,
-            num_sequences=num_sequences,
-            verify_s=verify_s,
-            draft_s=draft_s,
-            early_stop=self._rule == "prefix",
-        )
+        drafted = self._plan(samples, eligible, verify_s, draft_s)
         self._wait[rows[drafted], 0] = _FIRST_WAIT
         drafted = self._probe_blocks(rows, eligible, drafted, draft_s, float(verify_s[0]))
         self._skipped[rows, 0] = np.where(drafted, 0.0, self._skipped[rows, 0] + 1.0)
+        if self._has_confidence:
+            caps = np.minimum(caps, self._depth[rows])
         return np.where(drafted, caps, np.int32(0))
+
+    def _plan(self, samples: Float64, eligible: Bool, verify_s: Float64, draft_s: Float64) -> Bool:
+        if len(eligible) > 1:
+            return plan_drafting(
+                samples,
+                eligible,
+                num_sequences=len(eligible),
+                verify_s=verify_s,
+                draft_s=draft_s,
+                early_stop=self._rule == "prefix",
+            )
+        worth = worth_drafting(
+            samples[:, 0].tolist(),
+            verify_s=verify_s.tolist(),
+            draft_s=float(draft_s[0]),
+            margin=MARGIN,
+            early_stop=self._rule == "prefix",
+        )
+        return np.array([worth])
 
     def _probe_blocks(
         self, rows: Int64, eligible: Bool, drafted: Bool, draft_s: Float64, verify_s: float
@@ -179,18 +196,27 @@ class LoadAwareScheduler:
                 confidence = np.where(unrated[:, None], self._stats.confidence(rows), confidence)
         survival = survival_of(confidence, num_drafts)
         self._pending = (rows, survival, num_drafts) if confidence_logits is not None else None
-        candidates = rank_candidates(survival)
         seconds = self._verify_s(num_sequences, prefill_tokens, int(num_drafts.sum()) + 1)
         seconds = seconds + self.cost_model.draft_s(num_blocks)
-        num = self._num_taken(
-            candidates, seconds, num_sequences, num_blocks, known_before=confidence_logits is None
-        )
-        verify_len = verify_len_of(candidates, num, num_sequences=num_sequences)
+        if num_sequences == 1 and confidence_logits is not None and self._rule in ("auto", "prefix"):
+            verify_len = np.array([self._len_of_one(survival[0].tolist(), seconds.tolist())], np.int32)
+        else:
+            candidates = rank_candidates(survival)
+            num = self._num_taken(
+                candidates, seconds, num_sequences, num_blocks, known_before=confidence_logits is None
+            )
+            verify_len = verify_len_of(candidates, num, num_sequences=num_sequences)
         if unrated is None:
             return self._probe_rows(verify_len, rows, num_drafts)
         if unrated.any():
             verify_len = self._probe_rows(verify_len, rows, np.where(unrated, num_drafts, np.int32(0)))
         return self._look_deeper(verify_len, num_drafts, altered)
+
+    def _len_of_one(self, survival: list[float], seconds: list[float]) -> int:
+        rates = rates_of(survival, seconds)
+        if self._rule == "prefix":
+            return early_stop_len(rates)
+        return lookahead_len(survival, rates, seconds, decay=self._decay, max_ahead=self._block_size)
 
     def _rated(self, confidence_logits: Float32, *, sampled: Bool) -> Float64:
         if self.calibrator is not None:
@@ -263,14 +289,16 @@ class LoadAwareScheduler:
         self._context_per_sequence = step.context_tokens / len(step.sequence_ids)
         if not step.num_drafts.any():
             return
-        labels = acceptance_labels(step, block_size=self._block_size)
+        unrated = None
         if step.confidence_logits is not None:
-            self._remember()
+            self._remember(step.verify_len)
             if self.calibrator is not None:
                 learn_calibration(self.calibrator, step, block_size=self._block_size)
             unrated = is_unrated(step.confidence_logits, step.num_drafts)
             if not unrated.any():
                 return
+        labels = acceptance_labels(step, block_size=self._block_size)
+        if unrated is not None:
             labels[~unrated] = np.nan
         rows = self._rows_of(step.sequence_ids)
         self._stats.observe(rows, labels)
@@ -290,6 +318,9 @@ class LoadAwareScheduler:
             self._memory.reset(new, num_rows)
             self._skipped = grown(self._skipped, num_rows)
             self._wait = grown(self._wait, num_rows)
+            if len(self._depth) < num_rows:
+                self._depth = np.resize(self._depth, max(num_rows, 2 * len(self._depth)))
+            self._depth[new] = self._block_size
             self._skipped[new] = 0.0
             known = self._memory.num_all >= SurvivalMemory.ALL
             self._wait[new] = (_KNOWN_WAIT if known else _FIRST_WAIT, _FIRST_WAIT)
@@ -314,13 +345,19 @@ class LoadAwareScheduler:
         )
         return seconds - max(float(seconds[0] - alone[0]), 0.0)
 
-    def _remember(self) -> None:
-        """Keep the survivals of the step that is over, now that none of its drafts can be chosen any more."""
+    def _remember(self, verify_len: Int32) -> None:
+        """Keep the survivals of the step that is over, now that none of its drafts can be chosen any more.
+
+        The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step of
+        the sequential head. A block that was verified whole was too short.
+        """
         if self._pending is None:
             return
         rows, survival, num_drafts = self._pending
         self._pending = None
         drafted = num_drafts > 0
+        deeper = np.where(verify_len >= num_drafts, num_drafts + _DEEPER, verify_len + 1)
+        self._depth[rows[drafted]] = np.minimum(deeper[drafted], self._block_size)
         # A block cut short by its cap says nothing of what lies behind: take it to go on as it did.
         short = drafted & (num_drafts < self._block_size)
         if short.any():

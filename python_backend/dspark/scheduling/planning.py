@@ -11,9 +11,9 @@ import numpy as np
 from dspark.scheduling.allocation import early_stop_nums
 from dspark.scheduling.interface import Bool, Float64
 
-__all__ = ["plan_drafting"]
+__all__ = ["MARGIN", "plan_drafting"]
 
-_MARGIN = 1.01  # drafting must promise this much more than not drafting
+MARGIN = 1.01  # drafting must promise this much more than not drafting
 _MANY = 256  # candidates beyond which one sample is enough
 
 
@@ -59,7 +59,7 @@ def plan_drafting(
     net = np.cumsum(samples - rate * row_s, axis=2)  # [S, R, G] tokens beyond what their rows cost
     worth = np.maximum(net.max(axis=2), 0.0).mean(axis=0)  # [R]
     few = eligible & (worth > rate * block_s)
-    best, chosen = plain * _MARGIN, none
+    best, chosen = plain * MARGIN, none
     if all_rate > best:
         best, chosen = all_rate, eligible
     num_few = int(few.sum())

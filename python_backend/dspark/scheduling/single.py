@@ -1,0 +1,95 @@
+"""The choices of `allocation` and `planning` for one sequence, without arrays.
+
+One request at a time is the load at which speculation pays most and a step is shortest, and a dozen array calls over
+seven numbers would cost more than a hundredth of it. Along a block survival never rises: its drafts are ranked already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["early_stop_len", "lookahead_len", "rates_of", "worth_drafting"]
+
+_MAX_STALLS = 32
+
+
+def worth_drafting(
+    samples: Sequence[Sequence[float]],
+    *,
+    verify_s: Sequence[float],
+    draft_s: float,
+    margin: float,
+    early_stop: bool,
+) -> bool:
+    """Return whether blocks like these are worth their drafting, as `planning.plan_drafting` decides it.
+
+    Arguments:
+        samples: survivals [S][G] of earlier blocks.
+        verify_s: [>= G+1] seconds of the pass with 0, 1, ... drafts.
+        draft_s: seconds of drafting the block.
+        margin: what drafting must promise over plain decoding.
+    """
+    total = 0.0
+    for survival in samples:
+        rates = _rates(survival, verify_s, draft_s)
+        total += rates[early_stop_len(rates)] if early_stop else max(rates)
+    return total / len(samples) > margin / verify_s[0]
+
+
+def _rates(survival: Sequence[float], verify_s: Sequence[float], extra_s: float) -> list[float]:
+    """Return tokens per second with 0, 1, ... drafts."""
+    tokens = 1.0
+    rates = [tokens / (verify_s[0] + extra_s)]
+    for k, value in enumerate(survival, start=1):
+        tokens += value
+        rates.append(tokens / (verify_s[k] + extra_s))
+    return rates
+
+
+def rates_of(survival: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return Theta [M+1] of the M drafts with survival above 0."""
+    alive = [value for value in survival if value > 0.0]
+    return _rates(alive, seconds, 0.0)
+
+
+def early_stop_len(rates: Sequence[float]) -> int:
+    """Return how many drafts are taken while Theta rises."""
+    for k in range(len(rates) - 1):
+        if not rates[k + 1] > rates[k]:
+            return k
+    return len(rates) - 1
+
+
+def lookahead_len(
+    survival: Sequence[float],
+    rates: Sequence[float],
+    seconds: Sequence[float],
+    *,
+    decay: float,
+    max_ahead: int,
+) -> int:
+    """Return what `allocation.lookahead_num` gives for one sequence.
+
+    Arguments:
+        survival: [M] above 0.
+        rates: [M+1] Theta.
+        seconds: [N+1] of the step with 0 .. N drafts, N all drafts at hand.
+    """
+    num = len(rates) - 1
+    stop = early_stop_len(rates)
+    if max_ahead < 2:
+        return stop
+    for _ in range(_MAX_STALLS):
+        if stop == num:
+            break
+        tokens, hoped = rates[stop] * seconds[stop], survival[stop]
+        for ahead in range(1, min(max_ahead, len(seconds) - 1 - stop) + 1):
+            tokens += hoped
+            hoped *= decay
+            if tokens / seconds[stop + ahead] > rates[stop]:
+                break
+        else:
+            return stop
+        stop += 1
+        stop += early_stop_len(rates[stop:])
+    return stop

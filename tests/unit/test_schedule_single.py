@@ -1,0 +1,87 @@
+"""The choices for one sequence without arrays are those with arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from dspark.scheduling.allocation import (
+    early_stop_num,
+    lookahead_num,
+    rank_candidates,
+    throughput,
+)
+from dspark.scheduling.planning import MARGIN, plan_drafting
+from dspark.scheduling.single import early_stop_len, lookahead_len, rates_of, worth_drafting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+confidences = st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=9)
+growths = st.lists(st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5]), min_size=9, max_size=9)
+
+
+def seconds_of(growth: list[float]) -> np.ndarray:
+    return 0.7 + np.concatenate([[0.0], np.cumsum(growth)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(confidence=confidences, growth=growths, decay=st.floats(0.0, 1.0), max_ahead=st.integers(1, 9))
+def test_early_stop_and_look_ahead(
+    confidence: list[float], growth: list[float], decay: float, max_ahead: int
+) -> None:
+    survival = np.cumprod(np.asarray(confidence, np.float64))
+    seconds = seconds_of(growth)[: len(confidence) + 1]
+    candidates = rank_candidates(survival[None])
+    theta = throughput(candidates, num_sequences=1, seconds=seconds)
+    rates = rates_of(survival.tolist(), seconds.tolist())
+    assert np.allclose(rates, theta, rtol=1e-12, atol=0.0)
+    assert early_stop_len(theta.tolist()) == early_stop_num(theta)
+    expected = lookahead_num(
+        candidates, theta, num_sequences=1, seconds=seconds, decay=decay, max_ahead=max_ahead
+    )
+    alive = candidates.survival.tolist()
+    got = lookahead_len(alive, theta.tolist(), seconds.tolist(), decay=decay, max_ahead=max_ahead)
+    assert got == expected or near_a_tie(theta, alive, seconds, decay)
+
+
+def near_a_tie(theta: np.ndarray, survival: list[float], seconds: np.ndarray, decay: float) -> bool:
+    """Whether some hope equals what is at hand up to rounding: then both answers are right."""
+    for stop in range(len(survival)):
+        tokens, hoped = theta[stop] * seconds[stop], survival[stop]
+        for ahead in range(stop + 1, len(seconds)):
+            tokens += hoped
+            hoped *= decay
+            if abs(tokens / seconds[ahead] / theta[stop] - 1.0) < 1e-9:
+                return True
+    return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    blocks=st.lists(st.lists(st.floats(0.0, 1.0, width=32), min_size=5, max_size=5), min_size=1, max_size=4),
+    growth=growths,
+    draft_s=st.floats(0.0, 1.0),
+    early_stop=st.booleans(),
+)
+def test_whether_a_block_is_worth_drafting(
+    blocks: list[list[float]], growth: list[float], draft_s: float, early_stop: bool
+) -> None:
+    samples = np.cumprod(np.asarray(blocks, np.float64), axis=1)[:, None]  # [S, 1, G]
+    verify_s = seconds_of(growth)[:6]
+    expected = plan_drafting(
+        samples,
+        np.ones(1, np.bool_),
+        num_sequences=1,
+        verify_s=verify_s,
+        draft_s=np.array([draft_s]),
+        early_stop=early_stop,
+    )
+    got, higher, lower = (
+        worth_drafting(
+            samples[:, 0].tolist(),
+            verify_s=verify_s.tolist(),
+            draft_s=draft_s,
+            margin=MARGIN * factor,
+            early_stop=early_stop,
+        )
+        for factor in (1.0, 1.0 + 1e-6, 1.0 - 1e-6)
+    )
+    assert got == bool(expected[0]) or higher != lower  # arrays sum in float32
