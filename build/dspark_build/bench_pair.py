@@ -104,7 +104,7 @@ def load_pair(
     if checkpoint.tokenizer is None:
         raise ConfigError(f"{target}: has no tokenizer, needed for prompts")
     base = Path("model_repository/dspark/1")
-    spec = resolve_drafter(drafter, base=base)
+    spec = resolve_drafter(drafter, base=base, target_hash=checkpoint.config.model_hash, progress=tell)
     outline = peek_drafter(spec, checkpoint.config)
     executor = choose_executor("auto")
     loaded = make_target(

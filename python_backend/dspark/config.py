@@ -29,7 +29,8 @@ class ServeConfig:
     """What is served and with what limits.
 
     target: Hugging Face folder, `.gguf` file, or hub name.
-    drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml, else `ngram`).
+    drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml where it was
+        trained for this target, else `ngram`).
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
     executor: `auto` (the fastest of native and torch that runs here), `native`, `torch`; or what runs the folder

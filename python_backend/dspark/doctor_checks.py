@@ -158,7 +158,7 @@ def _drafter(
     from dspark.drafters.loading import peek_drafter
     from dspark.runtime import resolve_drafter
 
-    spec = resolve_drafter(config.drafter, base=base)
+    spec = resolve_drafter(config.drafter, base=base, target_hash=target.model_hash)
     why = f" (of {config.drafter})" if spec != config.drafter else ""
     try:
         outline = peek_drafter(spec, target)

@@ -14,6 +14,7 @@ from dspark.config import ENGINE_EXECUTORS, ServeConfig
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
+from dspark.drafters.layout import read_config_file
 from dspark.drafters.loading import DrafterOutline, peek_drafter
 from dspark.drafters.lookup import LookupDrafter
 from dspark.engine.admission import EngineLimits
@@ -97,7 +98,9 @@ def _tensorrt_llm_runtime(config: ServeConfig, *, progress: Progress, base: Path
 
     progress(f"reading {config.target}")
     checkpoint = load_target(config.target)
-    spec = resolve_drafter(config.drafter, base=base)
+    spec = resolve_drafter(
+        config.drafter, base=base, target_hash=checkpoint.config.model_hash, progress=progress
+    )
     outline = peek_drafter(spec, checkpoint.config)
     calibrator = _calibrator(config, spec, outline, target_hash=checkpoint.config.model_hash)
     loaded = load_language_model(
@@ -131,7 +134,9 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         )
     progress(f"reading {config.target}")
     checkpoint = load_target(config.target)
-    spec = resolve_drafter(config.drafter, base=base)
+    spec = resolve_drafter(
+        config.drafter, base=base, target_hash=checkpoint.config.model_hash, progress=progress
+    )
     outline = peek_drafter(spec, checkpoint.config)
     pair = load_pair(checkpoint, spec=spec, outline=outline, config=config, base=base)
     target, drafter = pair.target, pair.drafter
@@ -200,13 +205,21 @@ def _curve(
         return None
 
 
-def resolve_drafter(spec: str, *, base: Path | None) -> str:
-    """Return the drafter that `auto` stands for: a trained one under `base`, else n-gram look-up."""
+def resolve_drafter(spec: str, *, base: Path | None, target_hash: str, progress: Progress = _silent) -> str:
+    """Return the drafter that `auto` stands for: the one in `base`/drafter if it is of this target, else `ngram`.
+
+    Raises:
+        CheckpointError: a drafter whose configuration cannot be read.
+    """
     if spec != "auto":
         return spec
-    if base is not None and (base / "drafter" / "config.json").is_file():
-        return str(base / "drafter")
-    return "ngram"
+    if base is None or not (base / "drafter" / "config.json").is_file():
+        return "ngram"
+    made_for = read_config_file(base / "drafter").get("target_hash") or target_hash
+    if made_for != target_hash:
+        progress(f"{base / 'drafter'} was trained for another target: drafter ngram")
+        return "ngram"
+    return str(base / "drafter")
 
 
 def _calibrator(
@@ -247,7 +260,7 @@ def save_learned_calibration(config: ServeConfig, engine: Engine, *, base: Path 
     Raises:
         OSError: it cannot be written.
     """
-    spec = resolve_drafter(config.drafter, base=base)
+    spec = resolve_drafter(config.drafter, base=base, target_hash=engine.target.config.model_hash)
     path, calibrator = _learned_path(config, spec), engine.scheduler.calibrator
     if path is None or not isinstance(calibrator, OnlineCalibrator):
         return None
