@@ -59,6 +59,50 @@ def awkward_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield _block_attention(context, dtype)
     for head in ("none", "vanilla", "gated", "rnn"):
         yield _block_sample(5, 300, 24, 0 if head == "none" else 8, head, dtype, sampled=True)
+    yield _block_sample(5, 300, 24, 8, "gated", dtype, sampled=True, mapped=True)
+    for drafted in ("one-hot", "full", "reduced"):
+        yield _verify(TREE, drafted, tree=True)
+        yield _verify([[*range(-1, 7)], [-1], [-1, 0], [*range(-1, 3)]], drafted, tree=False)
+    yield _schedule(1, 7)
+    yield _schedule(37, 7)
+
+
+def _verify(parents: list[list[int]], drafted: str, *, tree: bool) -> Case:
+    """Return a call with greedy, coupled and rejecting sequences, and two rows of padding."""
+    random = torch.Generator().manual_seed(2)
+    num, rows, vocab, whole = len(parents), sum(map(len, parents)), 1030, torch.int32
+    draft_vocab = 515 if drafted == "reduced" else vocab
+    logits = torch.randn(rows + 2, vocab, generator=random) * 2
+    tokens = torch.randint(0, draft_vocab, (rows + 2,), generator=random).int()
+    tokens[1] = int(logits[0].argmax())  # a draft that greedy decoding accepts
+    starts = torch.tensor([0, *torch.tensor([len(one) for one in parents]).cumsum(0)], dtype=whole)
+    probs = torch.softmax(torch.randn(rows, draft_vocab, generator=random), -1)
+    prob_rows = torch.cat([torch.arange(rows), torch.full((2,), -1)]).int()
+    inverse = torch.full((vocab,), -1, dtype=whole)
+    inverse[:515] = torch.arange(515, dtype=whole)
+    arguments = (
+        *(logits, tokens, starts),
+        torch.tensor([parent for one in parents for parent in one] + [0, 0], dtype=whole) if tree else None,
+        *((None, None) if drafted == "one-hot" else (probs, prob_rows)),
+        inverse if drafted == "reduced" else None,
+        *(torch.full((num,), 50, dtype=whole), torch.arange(num) * 2**33),
+        torch.tensor([0.0, 1.0, 0.7, 1.0])[:num],
+        torch.tensor([0, 4, 0, 0], dtype=whole)[:num],
+        *(torch.tensor([1.0, 0.9, 1.0, 0.95])[:num], torch.tensor([0.0, 0.0, 0.02, 0.0])[:num]),
+        *(torch.tensor([0, 0, 1, 0], dtype=whole)[:num], 5),
+    )
+    return Case(f"verify, {'trees' if tree else 'chains'}, {drafted}", ops.verify, arguments)
+
+
+def _schedule(num: int, block: int) -> Case:
+    random = torch.Generator().manual_seed(3)
+    arguments = (
+        torch.rand(num, block, generator=random),
+        torch.randint(0, block + 1, (num,), generator=random).int(),
+        *(torch.tensor([3 * num, 4], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)),
+        torch.linspace(1.0, 2.0, num * block + 1) ** 2,
+    )
+    return Case(f"schedule, {num} sequences", ops.schedule, arguments)
 
 
 def _block_attention(context: list[int], dtype: torch.dtype, block: int = 7) -> Case:
@@ -90,6 +134,7 @@ def _block_sample(
     *,
     sampled: bool,
     block: int = 7,
+    mapped: bool = False,
 ) -> Case:
     random = torch.Generator().manual_seed(4)
 
@@ -110,14 +155,17 @@ def _block_sample(
         torch.randint(0, vocab, (num,), generator=random).int(),
         *(full(block, torch.int32), full(100, torch.int32), torch.arange(num), temperature, top_k),
         *(full(1.0), full(0.0), coupled),
-        normal(vocab, rank) if rank else None,
+        normal(2 * vocab if mapped else vocab, rank) if rank else None,
         normal(vocab, rank, std=0.3) if rank else None,
         normal(*mix, std=0.2) if mix else None,
         normal(mix[0], std=0.2) if mix else None,
         normal(width + rank, std=0.1),
-        *(torch.tensor([0.3]), None, None),
+        torch.tensor([0.3]),
+        torch.arange(0, 2 * vocab, 2, dtype=torch.int32) if mapped else None,
+        torch.arange(2 * vocab, dtype=torch.int32).flip(0) if mapped else None,
     )
-    return Case(f"block_sample, {head} head", ops.block_sample, arguments)
+    told = f"block_sample, {head} head{', reduced vocabulary' if mapped else ''}"
+    return Case(told, ops.block_sample, arguments)
 
 
 def load_case(what: str, shape: ModelShape, *, num: int, context: int, block: int, rank: int) -> Case:

@@ -14,7 +14,7 @@ from dspark.models.loading import load_target
 from dspark_build.kernel_report import loads_of
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.sets import SHAPES
-from dspark_plugins.tensorrt.driver import DriverLauncher
+from dspark_plugins.tensorrt.driver import DriverLauncher, Launcher, runs_on
 from dspark_plugins.tensorrt.forms import pick
 from dspark_plugins.tensorrt.module import tensorrt_name
 from dspark_plugins.tensorrt.operation import Buffer, Fill, Operation
@@ -130,7 +130,7 @@ def driver(results: Results, time_left: TimeLeft) -> None:
     from dspark_build.engine_kernels import KernelCompiler
 
     major, minor = torch.cuda.get_device_capability()
-    fitting = [sm for sm in CHIPS if sm // 10 == major and sm % 10 <= minor]
+    fitting = [sm for sm in CHIPS if runs_on(sm, 10 * major + minor)]
     if not fitting:
         results.left_out.append(f"driver: no kernels for compute capability {major}.{minor}")
         return
@@ -139,27 +139,39 @@ def driver(results: Results, time_left: TimeLeft) -> None:
         if time_left() < 0:
             results.left_out.append(f"driver from {case.name} on: no time left")
             return
-        operation, inputs = _as_node(case, moved(case.arguments, "cuda"))
-        made = _run(operation, inputs, compiler, launcher)
-        expected = outputs_of(case, "cuda")
-        if "block_sample" in case.name:
-            made = _meaningful_draws(made, inputs[6])
-        if case.num_rows is not None:
-            made[0] = made[0][: case.num_rows]
-        worst = max(difference(a.cpu(), b) for a, b in zip(made, expected, strict=True))
+        node = Node(*_as_node(case, moved(case.arguments, "cuda")), compiler, launcher)
+        node.start(torch.cuda.current_stream().cuda_stream)
+        made, expected = node.results(case), outputs_of(case, "cuda")
+        worst = max(difference(a, b) for a, b in zip(made, expected, strict=True))
         allowed = _TOLERANCE[dtype]
         results.checks.append(
             Check("driver", case.name, worst <= allowed, f"off by {worst:.2e}, allowed {allowed}")
         )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            node.start(torch.cuda.current_stream().cuda_stream)
+        node.clear()
+        graph.replay()
+        torch.cuda.synchronize()
+        same = all(difference(a, b) == 0 for a, b in zip(node.results(case), made, strict=True))
+        results.checks.append(Check("driver", f"{case.name}, in a graph", same, "bits differ"))
 
 
 def _as_node(case: Case, given: list[Any]) -> tuple[Operation, list[Tensor]]:
     """Return the operation of a graph's node and its inputs, in the contract's order (docs/tensorrt.md)."""
+    if "schedule" in case.name:
+        return OPERATIONS["DSparkSchedule"]({}), given
+    if "verify" in case.name:
+        *tensors, max_depth = given
+        there = {"tree": tensors[3], "probs": tensors[4], "mapped": tensors[6]}
+        values = {"max_depth": max_depth} | {name: int(x is not None) for name, x in there.items()}
+        return OPERATIONS["DSparkVerify"](values), [x for x in tensors if x is not None]
     if "block_sample" in case.name:
         rank, width = (0 if given[11] is None else given[11].shape[1]), given[1].shape[2]
         head = 0 if not rank else 1 if given[13] is None else 2 if len(given[13]) == rank else 3
         confidence = 2 if rank and len(given[15]) > width else 1
-        values = {"head": head, "confidence": confidence, "mapped": 0, "previous": 0}
+        maps = {"mapped": int(given[17] is not None), "previous": int(given[18] is not None)}
+        values = {"head": head, "confidence": confidence, **maps}
         return OPERATIONS["DSparkBlockSample"](values), [x for x in given if x is not None]
     *tensors, page_size, scale, window = given
     values = {"page_size": page_size, "scale": scale, "window": window}
@@ -170,32 +182,56 @@ def _as_node(case: Case, given: list[Any]) -> tuple[Operation, list[Tensor]]:
     return OPERATIONS["DSparkPagedAttention"](values), tensors
 
 
-def _run(operation: Operation, inputs: list[Tensor], compiler: Any, launcher: DriverLauncher) -> list[Tensor]:
-    """Do what a plugin's `enqueue` does, on tensors of torch."""
-    shapes, dtypes = [tuple(x.shape) for x in inputs], [_NAMES[x.dtype] for x in inputs]
-    by_name = {name: dtype for dtype, name in _NAMES.items()}
-    made = [
-        torch.zeros(shape, dtype=by_name[dtype], device="cuda")
-        for shape, dtype in zip(operation.output_shapes(shapes), operation.output_dtypes(dtypes), strict=True)
-    ]
-    for output, source in operation.aliases.items():
-        made[output] = inputs[source]
-    forms = compiler(operation.variants(shapes, dtypes))
-    scratch = [torch.empty(max(n, 1), dtype=torch.uint8, device="cuda") for n in operation.scratch(shapes)]
-    stream = torch.cuda.current_stream().cuda_stream
-    given, out = (
-        [Buffer(x.data_ptr(), tuple(x.shape), _NAMES[x.dtype]) for x in part] for part in (inputs, made)
-    )
-    steps = operation.launches(given, out, [x.data_ptr() for x in scratch], launcher.num_multiprocessors())
-    for step in steps:
-        if isinstance(step, Fill):
-            launcher.fill(step.address, step.num_words, stream)
-        elif 0 not in step.grid:
-            form = pick(forms, step.variant)
-            launcher.load(form)
-            launcher.launch(form, step.grid, step.arguments, stream)
-    torch.cuda.synchronize()
-    return made
+class Node:
+    """What a plugin's `enqueue` starts, on tensors of torch; everything is allocated and loaded before it starts."""
+
+    def __init__(self, operation: Operation, inputs: list[Tensor], compiler: Any, launcher: Launcher) -> None:
+        shapes, dtypes = [tuple(x.shape) for x in inputs], [_NAMES[x.dtype] for x in inputs]
+        by_name, device = {name: dtype for dtype, name in _NAMES.items()}, inputs[0].device
+        self.inputs, self.launcher, self.aliases = inputs, launcher, operation.aliases
+        self.made = [
+            torch.zeros(shape, dtype=by_name[dtype], device=device)
+            for shape, dtype in zip(
+                operation.output_shapes(shapes), operation.output_dtypes(dtypes), strict=True
+            )
+        ]
+        for output, source in operation.aliases.items():
+            self.made[output] = inputs[source]
+        self.forms = compiler(operation.variants(shapes, dtypes))
+        self.scratch = [
+            torch.empty(max(n, 16), dtype=torch.uint8, device=device) for n in operation.scratch(shapes)
+        ]
+        given, out = (
+            [Buffer(x.data_ptr(), tuple(x.shape), _NAMES[x.dtype]) for x in part]
+            for part in (inputs, self.made)
+        )
+        places = [x.data_ptr() for x in self.scratch]
+        self.steps = list(operation.launches(given, out, places, launcher.num_multiprocessors()))
+        for step in self.steps:
+            if not isinstance(step, Fill):
+                launcher.load(pick(self.forms, step.variant))
+
+    def start(self, stream: int) -> None:
+        for step in self.steps:
+            if isinstance(step, Fill):
+                self.launcher.fill(step.address, step.num_words, stream)
+            elif 0 not in step.grid:
+                self.launcher.launch(pick(self.forms, step.variant), step.grid, step.arguments, stream)
+
+    def clear(self) -> None:
+        """Forget what was written, but for caches."""
+        for i, made in enumerate(self.made):
+            if i not in self.aliases:
+                made.zero_()
+
+    def results(self, case: Case) -> list[Tensor]:
+        """Return copies of the outputs as `outputs_of` gives them."""
+        made = [x.cpu() for x in self.made]
+        if "block_sample" in case.name:
+            made = _meaningful_draws(made, self.inputs[6].cpu())
+        if case.num_rows is not None:
+            made[0] = made[0][: case.num_rows]
+        return [x.clone() for x in made]
 
 
 def executor(results: Results, time_left: TimeLeft) -> None:

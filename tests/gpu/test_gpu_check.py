@@ -60,7 +60,9 @@ def test_the_plain_versions_take_every_case_and_nodes_have_its_shapes() -> None:
         assert len(inputs) == len(operation.inputs), case.name
         shapes = operation.output_shapes([list(x.shape) for x in inputs])
         assert [list(x.shape) for x in made] == shapes, case.name
-    assert len(names) == 20
+    assert len(names) == 29
+    told = {name.split(",")[0] for name in names}
+    assert told == {"paged_attention", "block_attention", "block_sample", "verify", "schedule"}
 
 
 def test_every_estimate_has_a_call_to_time() -> None:
