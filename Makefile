@@ -7,6 +7,9 @@ PEERS := llama-cpp-python==0.3.36 onnx==1.23.2 onnxruntime==1.32.0 gguf==0.19.0 
 
 ANSWERS := build/data/smollm2-135m
 LAYERS := 9,19,29
+# What tools keep for themselves stays in this folder as well.
+export TRITON_CACHE_DIR ?= $(CURDIR)/.dspark/triton
+export MPLCONFIGDIR ?= $(CURDIR)/.dspark/matplotlib
 CANCELS := 10000
 SOAK_S := 600
 

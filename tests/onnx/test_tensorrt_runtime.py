@@ -25,6 +25,7 @@ from dspark.executors.torch_drafter import TorchBlockDrafter
 from dspark.executors.torch_target import TorchTarget
 from dspark.models.loading import TargetCheckpoint, load_target
 from dspark.scheduling.scheduler import make_scheduler
+from dspark_plugins.tensorrt.module import load_tensorrt, tensorrt_name
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import answers, make_engine, make_request
@@ -372,7 +373,9 @@ def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) ->
 
 
 def test_every_call_of_the_tensorrt_session_exists() -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    if tensorrt_name() != "tensorrt_rtx":
+        pytest.skip("TensorRT for RTX is not installed")
+    trt = load_tensorrt()
     cuda = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
     source = Path(inspect.getfile(CudaSession)).read_text(encoding="utf-8")
     called = set(re.findall(r'"(cuda[A-Z]\w+)"', source)) | set(re.findall(r"\bcuda\.(cuda\w+)", source))

@@ -212,13 +212,25 @@ def test_stored_fields_stay_where_they_are_when_asked_for_again() -> None:
 
 def test_libraries_are_found_without_a_home_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("in the way")
-    program = "from dspark_plugins.tensorrt.module import load_tensorrt; print(load_tensorrt().__name__)"
+    program = (
+        "from dspark_plugins.tensorrt import module; module._BESIDE = None; "
+        "print(module.load_tensorrt().__name__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, tensorrt_name()), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_module_that_was_imported_first_is_refused_and_does_not_end_the_process_later() -> None:
+    name = tensorrt_name()
+    if name != "tensorrt_rtx":
+        pytest.skip("TensorRT for RTX is not installed")
+    program = "import tensorrt_rtx; from dspark_plugins.tensorrt.module import load_tensorrt; load_tensorrt()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "was imported before dspark_plugins.tensorrt" in done.stderr
 
 
 def test_another_element_type_is_none_of_ours() -> None:

@@ -1,8 +1,9 @@
 """Chooses TensorRT's Python module: `tensorrt` where it is installed (data-centre GPUs), else `tensorrt_rtx`.
 
 The wheel of `tensorrt_rtx` ships `libtensorrt_rtx.so.1` alone, but its ONNX parser opens `libtensorrt_rtx.so` when it
-meets a plugin, and ends the process when that fails. So its libraries are loaded from a folder of ours (in the user's
-cache, else a temporary one) in which links give them both names; the folder of the wheel stays as it is.
+meets a plugin, and ends the process when that fails. So its libraries are loaded from a folder of ours (beside this
+file, else in the user's cache, else a temporary one) in which links give them both names; the folder of the wheel stays
+as it is. Whoever imports the module before us has loaded them under one name alone, which is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["INSTALL", "TensorRTMissingError", "load_tensorrt", "tensorrt_name"]
+
+_BESIDE: Path | None = Path(__file__).parent / "_links"
 
 INSTALL = (
     "pip install tensorrt-rtx cuda-bindings (builds without a GPU), or NVIDIA's tensorrt on a data-centre GPU"
@@ -52,6 +56,11 @@ def load_tensorrt() -> Any:
     if name is None:
         raise TensorRTMissingError(f"TensorRT is not installed: {INSTALL}")
     if name == "tensorrt_rtx":
+        if name in sys.modules:
+            raise TensorRTMissingError(
+                "tensorrt_rtx was imported before dspark_plugins.tensorrt, and its parser would end this process "
+                "at the first plugin: import it through dspark_plugins.tensorrt.module.load_tensorrt"
+            )
         _load_libraries()
     return importlib.import_module(name)
 
@@ -76,6 +85,10 @@ def _load_libraries() -> None:
 
 
 def _links_folder(shipped: Path) -> Path:
+    if _BESIDE is not None and os.access(_BESIDE if _BESIDE.exists() else _BESIDE.parent, os.W_OK):
+        _BESIDE.mkdir(exist_ok=True)
+        (_BESIDE / ".gitignore").write_text("*\n", encoding="utf-8")
+        return _BESIDE
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache_home / "dspark" / "tensorrt" / str(shipped).strip("/").replace("/", "-")
 
