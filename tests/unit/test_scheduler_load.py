@@ -214,6 +214,15 @@ def test_lagged_takes_its_number_from_two_steps_earlier_and_its_choice_from_now(
     assert one_step(scheduler, high) == [0, 0]  # none, as for the second
 
 
+def test_lagged_counts_looked_up_blocks_like_drafted_ones() -> None:
+    model = CostModel(CostCurve(target_tokens=(1, 100), verify_s=(1.0, 2.0)))
+    scheduler = make_scheduler("lagged", block_size=3, has_confidence=True, cost_model=model)
+    drafted, looked_up = [[0.9, 0.9, 0.9]], [[np.nan] * 3]
+    chosen = [one_step(scheduler, block) for block in (looked_up, looked_up, looked_up, drafted, drafted)]
+    assert chosen == [[3]] * 5
+    assert one_step(scheduler, looked_up) == [3]  # three, as for the drafted block two steps earlier
+
+
 def test_the_same_input_gives_the_same_answer() -> None:
     answers = []
     for _ in range(2):

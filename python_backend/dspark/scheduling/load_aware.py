@@ -1,9 +1,9 @@
 """The policies that weigh drafts against measured cost: `prefix`, `lagged` and `auto`.
 
-    prefix   early stop over the drafts at hand lagged   as many as a full search over the drafts of two
-    steps earlier chose; which ones, the drafts at hand say auto     early stop that sees over small cliffs;
-    without a confidence head a full search over what is
-             known of each sequence before its block is drawn
+    prefix   early stop over the drafts at hand
+    lagged   as many as a full search over the drafts of two steps earlier chose; which ones, the drafts at hand say
+    auto     early stop that sees over small cliffs; without a confidence head a full search over what is known of
+             each sequence before its block is drawn
 
 All three first decide whether a block is worth drafting, and probe now and then where it is not.
 """
@@ -179,7 +179,7 @@ class LoadAwareScheduler:
         prefill_tokens: int,
     ) -> Int32:
         num_sequences = len(num_drafts)
-        num_blocks = int(np.count_nonzero(num_drafts))
+        num_blocks, num_looked_up = int(np.count_nonzero(num_drafts)), 0
         self._num_steps += 1
         if not num_blocks:
             self._pending = None
@@ -190,14 +190,14 @@ class LoadAwareScheduler:
             confidence = self._stats.confidence(rows)
         else:
             unrated = is_unrated(confidence_logits, num_drafts)
-            num_blocks -= int(np.count_nonzero(unrated))
+            num_looked_up = int(np.count_nonzero(unrated))
             confidence = self._rated(confidence_logits, sampled=sampled)
             if unrated.any():
                 confidence = np.where(unrated[:, None], self._stats.confidence(rows), confidence)
         survival = survival_of(confidence, num_drafts)
         self._pending = (rows, survival, num_drafts) if confidence_logits is not None else None
         seconds = self._verify_s(num_sequences, prefill_tokens, int(num_drafts.sum()) + 1)
-        seconds = seconds + self.cost_model.draft_s(num_blocks)
+        seconds = seconds + self.cost_model.draft_s(num_blocks - num_looked_up)
         if num_sequences == 1 and confidence_logits is not None and self._rule in ("auto", "prefix"):
             verify_len = np.array([self._len_of_one(survival[0].tolist(), seconds.tolist())], np.int32)
         else:
