@@ -258,6 +258,47 @@ def test_positions_that_load_keeps_cutting_still_get_a_look() -> None:
     assert calibrator.deepest_starved() in (0, 4)
 
 
+def serve_step(scheduler: Scheduler, logits: list[float], *, cap: int) -> tuple[int, int]:
+    """Run one step of one sequence, all right; return how many drafts were asked for and how many were verified."""
+    ids, no, rated = np.array([3]), np.zeros(1, np.bool_), np.array([logits], np.float32)
+    wanted = scheduler.draft_len(sequence_ids=ids, caps=np.full(1, cap, np.int32), prefill_tokens=0)
+    common: dict[str, Any] = {"sequence_ids": ids, "confidence_logits": rated, "num_drafts": wanted}
+    verify_len = scheduler.verify_len(**common, sampled=no, altered=no, prefill_tokens=0)
+    scheduler.observe(
+        StepObservation(
+            **common,
+            verify_len=verify_len,
+            accepted=verify_len,
+            sampled=no,
+            altered=no,
+            target_tokens=1 + int(verify_len[0]),
+            verify_s=0.0,
+            num_blocks=1,
+        )
+    )
+    return int(wanted[0]), int(verify_len[0])
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_looks_reach_past_the_depth_of_drafted_blocks_and_leave_looked_up_ones_alone(looked_up: bool) -> None:
+    model = CostModel(
+        CostCurve(
+            target_tokens=(1, 2, 3, 16),
+            verify_s=(0.010, 0.011, 0.030, 0.200),
+            num_blocks=(1,),
+            draft_s=(1e-4,),  # not free: blocks are as deep as they were worth
+        )
+    )
+    calibrator = OnlineCalibrator(block_size=4)
+    scheduler = make_scheduler(
+        "prefix", block_size=4, has_confidence=True, cost_model=model, calibrator=calibrator
+    )
+    logits = [np.nan] * 4 if looked_up else [2.2, 0.4, 0.4, 0.4]
+    chosen = [serve_step(scheduler, logits, cap=4)[1] for _ in range(700)]
+    looks = chosen.count(4)
+    assert looks == 0 if looked_up else 1 <= looks <= 10
+
+
 def test_caps_are_kept_and_zero_means_off() -> None:
     for policy in ("prefix", "lagged", "auto"):
         scheduler = make_scheduler(
@@ -310,31 +351,9 @@ def test_the_next_block_is_as_deep_as_the_last_was_worth_and_one_more() -> None:
         cost_model=CostModel(curve(lambda _: 2e-4)),
         calibrator=None,
     )
-    ids, no, caps = np.array([3]), np.zeros(1, np.bool_), np.full(1, G, np.int32)
-
-    def block(logits: list[float]) -> tuple[int, int]:
-        """Run one step; return how many drafts were asked for and how many were verified."""
-        wanted = scheduler.draft_len(sequence_ids=ids, caps=caps, prefill_tokens=0)
-        rated = np.array([logits], np.float32)
-        common: dict[str, Any] = {"sequence_ids": ids, "confidence_logits": rated, "num_drafts": wanted}
-        verify_len = scheduler.verify_len(**common, sampled=no, altered=no, prefill_tokens=0)
-        scheduler.observe(
-            StepObservation(
-                **common,
-                verify_len=verify_len,
-                accepted=verify_len,
-                sampled=no,
-                altered=no,
-                target_tokens=1 + int(verify_len[0]),
-                verify_s=verify_s(1 + int(verify_len[0])),
-                num_blocks=1,
-            )
-        )
-        return int(wanted[0]), int(verify_len[0])
-
     sure = [6.0] * G
     early_end = [6.0, 6.0] + [-9.0] * (G - 2)
-    assert block(early_end) == (G, 2)
-    assert block(early_end) == (3, 2)
-    depths = [block(sure)[0] for _ in range(4)]
+    assert serve_step(scheduler, early_end, cap=G) == (G, 2)
+    assert serve_step(scheduler, early_end, cap=G) == (3, 2)
+    depths = [serve_step(scheduler, sure, cap=G)[0] for _ in range(4)]
     assert depths == [3, 5, 7, 7]

@@ -117,7 +117,7 @@ class LoadAwareScheduler:
         self._wait[rows[drafted], 0] = _FIRST_WAIT
         drafted = self._probe_blocks(rows, eligible, drafted, draft_s, float(verify_s[0]))
         self._skipped[rows, 0] = np.where(drafted, 0.0, self._skipped[rows, 0] + 1.0)
-        if self._has_confidence:
+        if self._has_confidence and not self._look_is_due(self._num_steps + 1):
             caps = np.minimum(caps, self._depth[rows])
         return np.where(drafted, caps, np.int32(0))
 
@@ -210,7 +210,7 @@ class LoadAwareScheduler:
             return self._probe_rows(verify_len, rows, num_drafts)
         if unrated.any():
             verify_len = self._probe_rows(verify_len, rows, np.where(unrated, num_drafts, np.int32(0)))
-        return self._look_deeper(verify_len, num_drafts, altered)
+        return self._look_deeper(verify_len, np.where(unrated, np.int32(0), num_drafts), altered)
 
     def _len_of_one(self, survival: list[float], seconds: list[float]) -> int:
         rates = rates_of(survival, seconds)
@@ -266,18 +266,29 @@ class LoadAwareScheduler:
         self._skipped[rows[silent], 1] += 1.0
         return np.where(probed, np.int32(1), verify_len)
 
-    def _look_deeper(self, verify_len: Int32, num_drafts: Int32, altered: Bool) -> Int32:
+    def _look_is_due(self, num_steps: int) -> bool:
+        """Return whether the step of this number looks at positions that load keeps cutting: its blocks are whole."""
+        return (
+            self.calibrator is not None
+            and num_steps % _LOOK_EVERY == 0
+            and self.calibrator.deepest_starved() > 0
+        )
+
+    def _look_deeper(self, verify_len: Int32, num_rated: Int32, altered: Bool) -> Int32:
         """Every so often verify one whole block, when there are positions that load keeps cutting.
 
         Which sequence is looked at depends on the step's number alone, never on its drafts.
+
+        Arguments:
+            num_rated: [R] drafts that a look could teach something about: 0 where they were looked up.
         """
-        if self.calibrator is None or self._num_steps % _LOOK_EVERY:
+        if self.calibrator is None or not self._look_is_due(self._num_steps):
             return verify_len
-        deepest = self.calibrator.deepest_starved()
-        drafted = np.flatnonzero((num_drafts > 0) & ~altered)
-        if deepest and len(drafted):
+        drafted = np.flatnonzero((num_rated > 0) & ~altered)
+        if len(drafted):
             at = drafted[(self._num_steps // _LOOK_EVERY) % len(drafted)]
-            verify_len[at] = max(int(verify_len[at]), min(int(num_drafts[at]), deepest))
+            deepest = min(int(num_rated[at]), self.calibrator.deepest_starved())
+            verify_len[at] = max(int(verify_len[at]), deepest)
         return verify_len
 
     # -- after the step ------------------------------------------------------------------------------------
