@@ -53,6 +53,20 @@ def grown(before, after):
     return (after["server"] + after["model"]) / total - 1.0
 
 
+# ---- what is loaded once is loaded at the start ---------------------------------------------------------
+
+
+def test_the_first_guide_finds_its_library_loaded(small_server):
+    server = small_server
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{9}", "temperature": 0.0}
+    with RawChannel(server.grpc_url) as channel:
+        for index in range(30):
+            ids_of(list(channel.stream(text_input=f"without a guide {index}", max_tokens=20, **GREEDY)))
+        before = footprint(server)
+        ids_of(list(channel.stream(text_input="with a guide", max_tokens=20, **guide)))
+    assert footprint(server)["model"] - before["model"] < 2 * 2**20
+
+
 # ---- cancels ---------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """The Triton model over a fake Python backend and a fake engine."""
 
+import gc
 import importlib
 import json
 import random
@@ -84,6 +85,11 @@ def arguments(path, parameters=None):
 def test_settings_come_from_model_yaml_then_config_pbtxt(model):
     assert model.given["config"].target == "hub/from-file"
     assert model.given["config"].max_batch_size == 5
+
+
+@pytest.mark.usefixtures("model")
+def test_what_was_loaded_is_out_of_the_collectors_sight():
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_a_model_that_cannot_load_says_why(triton_model, tmp_path, monkeypatch):
