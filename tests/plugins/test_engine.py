@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError, EngineError
@@ -42,7 +43,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("engine")
-    write_tiny_target(home / "target")
+    write_tiny_target(home / "target", tie=True)
     write_tiny_drafter(home / "drafter", home / "target", rank=8)
     shutil.copytree(home / "drafter", home / "foreign")
     raw = json.loads((home / "foreign" / "config.json").read_text())
@@ -118,6 +119,13 @@ def test_every_plugin_of_a_plan_carries_its_kernels(home: Path) -> None:
     for plan in whole_engine(home / "built").plans:
         data = (home / "built" / plan.file.name).read_bytes()
         assert data.count(b"kernel_table") == data.count(b"cubins") >= 2 * plan.num_plugins  # in each profile
+
+
+def test_a_tied_table_is_in_each_plan_once(home: Path) -> None:
+    table = load_target(home / "target").weights.float32("embed_tokens.weight").astype(np.float16)
+    for name in ("target", "drafter"):
+        data = (home / "built" / f"{name}.plan").read_bytes()
+        assert (data.count(table.tobytes()), data.count(table.T.tobytes())) == (1, 0), name
 
 
 def test_a_folder_without_the_manifest_of_its_runtime_is_not_whole(home: Path, tmp_path: Path) -> None:
