@@ -1,7 +1,8 @@
 """Compiles the native pass with the machine's own C++ compiler: `python -m dspark_plugins.native.build`.
 
 The library's name carries a hash of sources, flags and compiler, so a change rebuilds and an old file never
-loads. It lands beside the sources, or in the user's cache folder where those are read-only.
+loads. It lands beside the sources, or in the user's cache folder where those are read-only. A wheel carries one that
+its builder compiled; where it is of these sources nothing is compiled and no compiler is needed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "BuildError",
     "Variant",
     "build_library",
+    "build_wheel_library",
     "compile_units",
     "find_compiler",
     "library_path",
@@ -96,12 +98,34 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler: looked for {wanted or 'g++, c++, clang++'} on PATH (or set CXX)")
 
 
-def library_path(compiler: str) -> Path:
-    """Return where the library of these sources, flags and compiler lives, whether or not it is there yet."""
+def _digest_of_sources() -> hashlib._Hash:
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp"), *SOURCES.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(repr((_COMMON, units())).encode())
+    return digest
+
+
+def wheel_library_path() -> Path:
+    """Return where a wheel puts its library; the name says of which sources it is."""
+    return SOURCES / "_wheel" / f"libdspark_native-{_digest_of_sources().hexdigest()[:16]}.so"
+
+
+def build_wheel_library(folder: Path) -> Path:
+    """Compile the library that a wheel carries into `folder`; it chooses its instruction set when it runs.
+
+    Raises:
+        BuildError: no compiler, or it failed.
+    """
+    path = folder / wheel_library_path().name
+    folder.mkdir(parents=True, exist_ok=True)
+    _build(find_compiler(), path)
+    return path
+
+
+def library_path(compiler: str) -> Path:
+    """Return where the library of these sources, flags and compiler lives, whether or not it is there yet."""
+    digest = _digest_of_sources()
     digest.update(_version(compiler).encode())
     name = f"libdspark_native-{digest.hexdigest()[:16]}.so"
     beside = SOURCES / "_build"
@@ -112,11 +136,14 @@ def library_path(compiler: str) -> Path:
 
 
 def build_library() -> Path:
-    """Return the library, compiled if it is not there yet (some seconds, once per change).
+    """Return the wheel's library, or one compiled here if it is not there yet (some seconds, once per change).
 
     Raises:
         BuildError: no compiler, or it failed; carries its output.
     """
+    shipped = wheel_library_path()
+    if shipped.is_file():
+        return shipped
     compiler = find_compiler()
     path = library_path(compiler)
     if path.is_file():
