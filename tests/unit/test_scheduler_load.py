@@ -357,3 +357,47 @@ def test_the_next_block_is_as_deep_as_the_last_was_worth_and_one_more() -> None:
     assert serve_step(scheduler, early_end, cap=G) == (3, 2)
     depths = [serve_step(scheduler, sure, cap=G)[0] for _ in range(4)]
     assert depths == [3, 5, 7, 7]
+
+
+def test_a_looked_up_block_says_nothing_of_the_depth_of_drafted_ones() -> None:
+    scheduler = make_scheduler(
+        "auto",
+        block_size=G,
+        has_confidence=True,
+        cost_model=CostModel(curve(lambda _: 2e-4)),
+        calibrator=None,
+    )
+    assert serve_step(scheduler, [6.0, 6.0] + [-9.0] * (G - 2), cap=G) == (G, 2)
+    assert serve_step(scheduler, [np.nan] * G, cap=G)[0] == 3
+    assert serve_step(scheduler, [6.0] * G, cap=G) == (G, G)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_where_a_block_ended_early_does_not_choose_its_last_draft(num_sequences: int) -> None:
+    # One row more does not pay, two do: the first draft is taken in the hope of those behind it.
+    seconds = tuple(1.0 + 0.9 * (rows > num_sequences) + 0.001 * rows for rows in range(1, 9 * num_sequences))
+    flags, ids = np.zeros(num_sequences, np.bool_), np.arange(num_sequences)
+    chosen = []
+    for ended_at in (4, 1):
+        scheduler = make_scheduler(
+            "auto",
+            block_size=4,
+            has_confidence=True,
+            cost_model=CostModel(
+                CostCurve(target_tokens=tuple(range(1, len(seconds) + 1)), verify_s=seconds)
+            ),
+        )
+        wanted = scheduler.draft_len(
+            sequence_ids=ids, caps=np.full(num_sequences, 4, np.int32), prefill_tokens=0
+        )
+        assert wanted.tolist() == [4] * num_sequences
+        verify_len = scheduler.verify_len(
+            sequence_ids=ids,
+            confidence_logits=np.tile(np.array([2.0, -9.0, -9.0, -9.0], np.float32), (num_sequences, 1)),
+            num_drafts=np.full(num_sequences, ended_at, np.int32),
+            sampled=flags,
+            altered=flags,
+            prefill_tokens=0,
+        )
+        chosen.append(verify_len.tolist())
+    assert chosen[0] == chosen[1] and chosen[0][0] == 1

@@ -188,7 +188,7 @@ class SurvivalMemory:
         self._num_own[rows] = 0.0
 
     def observe(self, rows: Int64, survival: Float64) -> None:
-        """Take survivals [R, G] of blocks that were drafted to the full."""
+        """Take survivals [R, G] of whole blocks; of shorter ones what is taken to lie behind their end as well."""
         count = self._num_own[rows].astype(np.int64)
         self._own[rows, count % self.OWN] = survival
         self._num_own[rows] += 1.0

@@ -122,7 +122,7 @@ def lookahead_num(
 
     Arguments:
         theta: [M+1] from `throughput` with the same `seconds`.
-        seconds: [N+1] seconds of the whole step with 0 .. N drafts, N = all drafts at hand; M, those of
+        seconds: [N+1] seconds of the whole step with 0 .. N drafts, N = all drafts asked for; M, those of
             survival above 0, would give away what lies behind.
         decay: usual ratio of a_{k+1} to a_k, from earlier steps, in [0, 1].
         max_ahead: how many candidates to think ahead, >= 1.

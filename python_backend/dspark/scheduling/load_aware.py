@@ -91,10 +91,16 @@ class LoadAwareScheduler:
         self._num_steps = 0
         self._probe_credit_s = 0.0
         self._pending: tuple[Int64, Float64, Int32] | None = None  # rows, survival, num_drafts of this step
+        self._num_asked = 0  # drafts that this step asked for
 
     # -- before drafting -----------------------------------------------------------------------------------
 
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
+        wanted = self._wanted(sequence_ids=sequence_ids, caps=caps, prefill_tokens=prefill_tokens)
+        self._num_asked = int(wanted.sum())
+        return wanted
+
+    def _wanted(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
         num_sequences = len(caps)
         eligible = caps > 0
         num_eligible = int(eligible.sum())
@@ -196,7 +202,10 @@ class LoadAwareScheduler:
                 confidence = np.where(unrated[:, None], self._stats.confidence(rows), confidence)
         survival = survival_of(confidence, num_drafts)
         self._pending = (rows, survival, num_drafts) if confidence_logits is not None else None
-        seconds = self._verify_s(num_sequences, prefill_tokens, int(num_drafts.sum()) + 1)
+        # By what was asked for: where a block ended early its own drafts ended it, and they must not be seen here.
+        most = max(int(num_drafts.sum()), self._num_asked)
+        self._num_asked = 0
+        seconds = self._verify_s(num_sequences, prefill_tokens, most + 1)
         seconds = seconds + self.cost_model.draft_s(num_blocks - num_looked_up)
         if num_sequences == 1 and confidence_logits is not None and self._rule in ("auto", "prefix"):
             verify_len = np.array([self._len_of_one(survival[0].tolist(), seconds.tolist())], np.int32)
@@ -302,10 +311,10 @@ class LoadAwareScheduler:
             return
         unrated = None
         if step.confidence_logits is not None:
-            self._remember(step.verify_len)
+            unrated = is_unrated(step.confidence_logits, step.num_drafts)
+            self._remember(step.verify_len, unrated)
             if self.calibrator is not None:
                 learn_calibration(self.calibrator, step, block_size=self._block_size)
-            unrated = is_unrated(step.confidence_logits, step.num_drafts)
             if not unrated.any():
                 return
         labels = acceptance_labels(step, block_size=self._block_size)
@@ -356,11 +365,11 @@ class LoadAwareScheduler:
         )
         return seconds - max(float(seconds[0] - alone[0]), 0.0)
 
-    def _remember(self, verify_len: Int32) -> None:
+    def _remember(self, verify_len: Int32, unrated: Bool) -> None:
         """Keep the survivals of the step that is over, now that none of its drafts can be chosen any more.
 
         The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step of
-        the sequential head. A block that was verified whole was too short.
+        the sequential head. A block that was verified whole was too short, and one that was looked up cost no step.
         """
         if self._pending is None:
             return
@@ -368,7 +377,8 @@ class LoadAwareScheduler:
         self._pending = None
         drafted = num_drafts > 0
         deeper = np.where(verify_len >= num_drafts, num_drafts + _DEEPER, verify_len + 1)
-        self._depth[rows[drafted]] = np.minimum(deeper[drafted], self._block_size)
+        deeper = np.where(unrated, self._block_size, np.minimum(deeper, self._block_size))
+        self._depth[rows[drafted]] = deeper[drafted]
         # A block cut short by its cap says nothing of what lies behind: take it to go on as it did.
         short = drafted & (num_drafts < self._block_size)
         if short.any():

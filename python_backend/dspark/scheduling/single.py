@@ -71,9 +71,9 @@ def lookahead_len(
     """Return what `allocation.lookahead_num` gives for one sequence.
 
     Arguments:
-        survival: [M] above 0.
+        survival: [>= M], the first M above 0.
         rates: [M+1] Theta.
-        seconds: [N+1] of the step with 0 .. N drafts, N all drafts at hand.
+        seconds: [N+1] of the step with 0 .. N drafts, N all drafts asked for.
     """
     num = len(rates) - 1
     stop = early_stop_len(rates)
