@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -188,12 +188,15 @@ def test_a_plan_without_kernels_is_refused() -> None:
     creator = next(c for c in creators if c.name == "DSparkSchedule")
     with pytest.raises(ValueError, match="kernel_table, cubins"):
         creator.create_plugin("node", trt.PluginFieldCollection([]), trt.TensorRTPhase.RUNTIME)
+    assert "kernel_table, cubins" in str(creators[0].tools.failures[0])  # TensorRT's own words say less
     plugin = creator.create_plugin("node", trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD)
     inputs = [dynamic(trt, (2,), torch.float32, unknown=[], most=[2])] * 5
     with pytest.raises(RuntimeError, match="no compiler was registered"):
         plugin.configure_plugin(inputs, [])
-    with pytest.raises(ValueError, match="inputs must be confidence, num_drafts"):
-        plugin.configure_plugin(inputs[:4], [])
+    for _ in range(99):
+        with pytest.raises(ValueError, match="inputs must be confidence, num_drafts"):
+            plugin.configure_plugin(inputs[:4], [])
+    assert len(creators[0].tools.failures) == 32
 
 
 def test_stored_fields_stay_where_they_are_when_asked_for_again() -> None:
@@ -202,12 +205,9 @@ def test_stored_fields_stay_where_they_are_when_asked_for_again() -> None:
     types = [torch.float16] * 4 + [torch.float32] * 2 + [torch.int32] * 6
     inputs = [dynamic(trt, s, t, unknown=[], most=[4] * len(s)) for s, t in zip(PAGED, types, strict=True)]
     built, first, creators = plan_of("DSparkPagedAttention", ATTENTION, inputs, InterpreterLauncher())
-    assert creators
-
-    def addresses(fields: Any) -> dict[str, int]:
-        return {one.name: np.asarray(one.data).__array_interface__["data"][0] for one in fields}
-
-    assert addresses(built.get_fields_to_serialize()) == addresses(first)
+    pointed_at = [*built._arrays]
+    assert creators and built.get_fields_to_serialize() is first
+    assert len(pointed_at) == len(first) and all(map(operator.is_, built._arrays, pointed_at))
 
 
 def test_libraries_are_found_without_a_home_that_can_be_written(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def _encoded(ordered: tuple[Form, ...]) -> tuple[bytes, bytes]:
     return json.dumps(table, separators=(",", ":")).encode(), packed
 
 
-def decode_forms(table: bytes, packed: bytes) -> dict[str, Form]:
+@lru_cache(maxsize=8)  # a model's layers hold the same ones
+def decode_forms(table: bytes, packed: bytes) -> Mapping[str, Form]:
     """Return forms by their variants' keys.
 
     Raises:

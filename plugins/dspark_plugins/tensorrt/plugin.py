@@ -41,6 +41,7 @@ _DTYPES = {
     trt.int32: "i32",
     trt.int64: "i64",
 }
+_KEPT = 32  # failures
 _ALIGNMENT = 256  # bytes, of every piece of scratch memory
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -55,14 +56,15 @@ class Tools:
 
 
 def _telling(method: _F) -> _F:
-    """Keep the exceptions that a method raises into TensorRT."""
+    """Keep the exceptions that a method raises into TensorRT, the first ones of many."""
 
     @wraps(method)
-    def kept(self: Plugin, *arguments: Any) -> Any:
+    def kept(self: Plugin | Creator, *arguments: Any) -> Any:
         try:
             return method(self, *arguments)
         except Exception as error:
-            self.tools.failures.append(error)
+            if len(self.tools.failures) < _KEPT:
+                self.tools.failures.append(error)
             raise
 
     return kept  # type: ignore[return-value]
@@ -226,6 +228,7 @@ class Creator(trt.IPluginCreatorV3One):
         self.field_names = trt.PluginFieldCollection([trt.PluginField(name) for name in operation.attributes])
         self._operation, self.tools = operation, tools
 
+    @_telling
     def create_plugin(self, name: str, fields: Any, phase: Any) -> Plugin:
         """Make a plugin from a node's attributes or a plan's fields.
 
