@@ -37,7 +37,7 @@ def engine_of(pair: tuple[Path, Path], **settings: Any) -> Engine:
     return make_engine(pair[0], drafter=pair[1], prompt_lookup=True, **settings)
 
 
-def propose(engine: Engine, *prompts: list[int], temperature: float = 0.0) -> DraftBlock:
+def propose(engine: Engine, *prompts: list[int], temperature: float = 0.0, max_drafts: int = G) -> DraftBlock:
     """Feed the prompts through the engine, then ask its drafter about their texts with nothing committed since."""
     drafter = engine.drafter
     assert isinstance(drafter, LookupDrafter)
@@ -47,7 +47,9 @@ def propose(engine: Engine, *prompts: list[int], temperature: float = 0.0) -> Dr
     )
     return drafter.propose(
         [
-            DraftInput(sequence_id=i, token_ids=prompt, max_drafts=G, sampler=sampler, pages=pages + 8 * i)
+            DraftInput(
+                sequence_id=i, token_ids=prompt, max_drafts=max_drafts, sampler=sampler, pages=pages + 8 * i
+            )
             for i, prompt in enumerate(prompts)
         ]
     )
@@ -75,6 +77,18 @@ def test_with_nothing_to_look_up_the_block_is_the_drafters_own(pair: tuple[Path,
     block = propose(engine, NEW)
     assert block.looked_up is None and block.num_drafted == 1
     assert isinstance(engine.drafter, LookupDrafter) and isinstance(engine.drafter.drafter, DSparkDrafter)
+
+
+def test_a_match_too_short_for_a_whole_block_is_too_short_for_part_of_one(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    write_good_drafter(tmp_path, pair[0], block_size=7)
+    three_alike = [20, 1, 2, 3, 9, 8, 7, 6, 5, 1, 2, 3]
+    engine = engine_of((pair[0], tmp_path))
+    for max_drafts in (7, 2):
+        block = propose(engine, three_alike, REPEATS, max_drafts=max_drafts)
+        assert block.looked_up is not None and block.looked_up.tolist() == [False, True]
+        assert block.num_tokens[1] == max_drafts and 0 < block.num_tokens[0] <= max_drafts
 
 
 def test_records_tell_confidences_of_drafted_blocks_and_none_of_looked_up_ones(

@@ -22,7 +22,7 @@ from dspark.executors.interface import Float32, Int32
 
 __all__ = ["LookupDrafter"]
 
-_ENOUGH = 6  # looked-up tokens that are worth more than a drafted block: the match was of 4 tokens or longer
+_ENOUGH = 6  # looked-up tokens worth more than a drafted block: a match of 4 tokens or more (3 if G <= 4)
 
 
 class LookupDrafter:
@@ -54,16 +54,22 @@ class LookupDrafter:
         self.drafter.release(sequence_id)
 
     def propose(self, inputs: Sequence[DraftInput]) -> DraftBlock:
-        """Return looked-up blocks where the match is long, drafted ones elsewhere."""
-        found = self._lookup.propose(inputs)
-        wanted = np.array([max(item.max_drafts, 1) for item in inputs], np.int32)
-        looked_up = found.num_tokens >= np.minimum(wanted, self._enough)
+        """Return looked-up blocks where the match is long, drafted ones elsewhere.
+
+        How long the match is does not depend on how many drafts are wanted: a short block is no reason to take a
+        short match for the drafter's word.
+        """
+        wanted = np.array([item.max_drafts for item in inputs], np.int32)
+        found = self._lookup.propose(
+            [replace(i, max_drafts=self.block_size) if i.max_drafts > 0 else i for i in inputs]
+        )
+        looked_up = found.num_tokens >= self._enough
         if not looked_up.any():
             return self.drafter.propose(inputs)
         rest = [replace(i, max_drafts=0) if up else i for i, up in zip(inputs, looked_up, strict=True)]
         block = self.drafter.propose(rest)
         tokens = np.where(looked_up[:, None], found.tokens, block.tokens)
-        num_tokens = np.where(looked_up, found.num_tokens, block.num_tokens)
+        num_tokens = np.where(looked_up, np.minimum(found.num_tokens, wanted), block.num_tokens)
         confidence = None
         if self.drafter.has_confidence:
             rated = block.confidence_logits
