@@ -101,7 +101,11 @@ def test_ctrl_c_stops_the_answer_and_frees_the_pages(server):
     program = "import sys; from dspark_client.cli import main; sys.exit(main(sys.argv[1:]))"
     asked = ["generate", "hi", "--max-tokens", "3000", "--url", server.grpc_url, *GREEDY]
     client = subprocess.Popen(
-        [sys.executable, "-c", program, *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", program, *asked],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A test run in the background of a shell ignores SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert select.select([client.stdout], [], [], 60)[0], "it never said anything"

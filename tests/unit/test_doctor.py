@@ -77,8 +77,10 @@ def test_a_target_that_cannot_be_read_is_bad(version_dir, tmp_path):
 
 def test_a_drafter_of_another_target_is_bad(version_dir, tmp_path):
     other = write_tiny_target(tmp_path / "second", with_tokenizer=True, max_context_len=64, hidden_size=64)
-    told = settle(version_dir, target=other)
+    told = settle(version_dir, target=other, drafter=version_dir / "drafter")
     assert told["drafter"].bad and "does not fit" in told["drafter"].text
+    told = settle(version_dir, drafter="auto")
+    assert not told["drafter"].bad and "ngram (of auto)" in told["drafter"].text
 
 
 @pytest.mark.parametrize(
