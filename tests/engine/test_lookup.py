@@ -15,8 +15,9 @@ from dspark.engine.engine import Engine
 from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark.scheduling.acceptance import is_unrated
+from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.scheduler import StepObservation, make_scheduler
-from support.engines import make_engine, make_request, run
+from support.engines import answers, make_engine, make_request, run
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
 
@@ -104,6 +105,29 @@ def test_records_tell_confidences_of_drafted_blocks_and_none_of_looked_up_ones(
     assert kinds == {True, False}
     for record in records:
         assert record.confidence is None or np.isfinite(record.confidence).all()
+
+
+@pytest.mark.parametrize("policy", ["prefix", "lagged"])
+def test_policies_that_need_a_curve_give_the_plain_answer_too(pair: tuple[Path, Path], policy: str) -> None:
+    made = engine_of(pair)
+    curve = CostCurve(target_tokens=(1, 64), verify_s=(1.0, 1.5), num_blocks=(1, 8), draft_s=(0.02, 0.1))
+    engine = Engine(
+        target=made.target,
+        drafter=made.drafter,
+        scheduler=make_scheduler(
+            policy,
+            block_size=G,
+            has_confidence=True,
+            cost_model=CostModel(curve),
+            calibrator=OnlineCalibrator(block_size=G),
+        ),
+        limits=made.limits,
+    )
+    requests = [make_request(prompt, max_tokens=40) for prompt in (REPEATS, NEW, REPEATS[:-3])]
+    plain = answers(make_engine(pair[0]), requests)
+    assert answers(engine, requests) == plain
+    assert [answers(engine, [request])[0] for request in requests] == plain
+    assert engine.stats().num_accepted_tokens > 0
 
 
 def test_looked_up_drafts_teach_their_own_counts_and_never_the_calibrator() -> None:
