@@ -34,7 +34,7 @@ from dspark.serving.paths import state_dir
 if TYPE_CHECKING:
     from dspark.executors.tensorrt_llm_thread import TensorRTLLMThread
 
-__all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter", "save_learned_calibration"]
+__all__ = ["Runtime", "build_engine", "load_runtime", "resolve_drafter"]
 
 Progress = Callable[[str], None]
 
@@ -79,7 +79,7 @@ def load_runtime(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     thread = EngineThread(
         engine,
         max_queue_size=config.max_queue_size,
-        at_end=lambda: save_learned_calibration(config, engine, base=base),
+        at_end=_keeper(config, engine, base=base),
     )
     thread.start()
     return Runtime(
@@ -252,20 +252,20 @@ def _learned_path(config: ServeConfig, spec: str) -> Path | None:
     return Path(config.learned_calibration).expanduser()
 
 
-def save_learned_calibration(config: ServeConfig, engine: Engine, *, base: Path | None) -> Path | None:
-    """Write what the calibrator has learnt, where the settings ask for it; return the file.
+def _keeper(config: ServeConfig, engine: Engine, *, base: Path | None) -> Callable[[], object] | None:
+    """Return what writes the calibrator's learning where the settings ask for it, None where nothing is kept.
 
-    Nobody may run the engine meanwhile.
-
-    Raises:
-        OSError: it cannot be written.
+    Place and drafter are told now: the drafter's files may be replaced while it serves.
     """
-    spec = resolve_drafter(config.drafter, base=base, target_hash=engine.target.config.model_hash)
-    path, calibrator = _learned_path(config, spec), engine.scheduler.calibrator
-    if path is None or not isinstance(calibrator, OnlineCalibrator):
+    calibrator = engine.scheduler.calibrator
+    if not isinstance(calibrator, OnlineCalibrator):
         return None
-    save_calibrator(path, calibrator, drafter_hash=drafter_identity(spec))
-    return path
+    spec = resolve_drafter(config.drafter, base=base, target_hash=engine.target.config.model_hash)
+    path = _learned_path(config, spec)
+    if path is None:
+        return None
+    made_for = drafter_identity(spec)
+    return lambda: save_calibrator(path, calibrator, drafter_hash=made_for)
 
 
 def engine_limits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def test_nothing_is_kept_unless_asked(
     serve(replace(pair, learned_calibration="auto"))
     (kept,) = (tmp_path / "calibration").iterdir()
     assert drafter_identity(pair.drafter).startswith(kept.stem)
+
+
+def test_what_was_learnt_stays_the_word_of_the_drafter_that_served_when_its_files_are_replaced(
+    pair: ServeConfig, tmp_path: Path
+) -> None:
+    shutil.copytree(pair.drafter, tmp_path / "drafter")
+    config = replace(
+        pair, drafter=str(tmp_path / "drafter"), learned_calibration=str(tmp_path / "learned.json")
+    )
+    served = drafter_identity(config.drafter)
+    runtime = load_runtime(config)
+    write_good_drafter(
+        Path(config.drafter), pair.target, seed=7, noise=0.5
+    )  # a newer one, for the next start
+    runtime.engine.close()
+    assert drafter_identity(config.drafter) != served
+    assert json.loads((tmp_path / "learned.json").read_text())["made_for"] == served
 
 
 def test_a_state_learnt_with_another_drafter_is_refused(pair: ServeConfig, tmp_path: Path) -> None:
