@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from dspark.calibration.sts import StsFit, fit_sts, survival_labels
+from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.loading import load_target
 
@@ -80,7 +80,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     content = {
         "format_version": FORMAT_VERSION,
         "target_hash": checkpoint.config.model_hash,
-        "drafter_hash": drafter_hash(args.drafter),
+        "drafter_hash": drafter_identity(str(args.drafter)),
         "block_size": run.records.block_size,
         "sts_temperatures": fit.temperatures.tolist(),
         "ece_before": fit.ece_before.tolist(),
@@ -134,14 +134,6 @@ def load_temperatures(path: Path, *, block_size: int) -> Array:
             f"{path}: sts_temperatures must be {block_size} positive numbers, got {values!r}"
         )
     return np.asarray(values, np.float64)
-
-
-def drafter_hash(folder: Path) -> str:
-    """Return a digest over a drafter's configuration and weights."""
-    digest = hashlib.sha256()
-    for name in ("config.json", "model.safetensors"):
-        digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
 
 
 def _held_out_prompts(folder: Path, target_hash: str) -> list[tuple[int, ...]]:

@@ -15,7 +15,6 @@ from dspark.drafters.identity import drafter_identity
 from dspark.errors import ConfigError
 from dspark.generate import complete_all
 from dspark.runtime import Runtime, build_engine, load_runtime
-from dspark_build.calibrate import drafter_hash
 from support.engines import make_request
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
@@ -109,7 +108,7 @@ def test_the_offline_fit_is_read_from_the_drafters_folder_or_the_named_file(
         "format_version": 1,
         "block_size": 4,
         "target_hash": build_engine(pair).target.config.model_hash,
-        "drafter_hash": drafter_hash(Path(pair.drafter)),
+        "drafter_hash": drafter_identity(pair.drafter),
         "sts_temperatures": [1.5, 1.25, 2.0, 0.5],
     }
     (tmp_path / "fit.json").write_text(json.dumps(fit))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint, tensor_shapes
+from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError
 from dspark.models.config import DrafterConfig, RopeConfig, TargetConfig
 from dspark.models.safetensors_file import SafetensorsSource, write_tensors
@@ -232,6 +233,7 @@ def test_shards_are_read_as_one(deepspec: tuple[Path, DrafterConfig]) -> None:
     folder, _ = deepspec
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
+    whole = drafter_identity(str(folder))
     (folder / "model.safetensors").unlink()
     for index, part in enumerate((names[::2], names[1::2])):
         save_file(
@@ -239,6 +241,10 @@ def test_shards_are_read_as_one(deepspec: tuple[Path, DrafterConfig]) -> None:
         )
     weights = load_drafter_checkpoint(folder, target=QWEN).weights
     assert all(np.array_equal(weights.float32(name), tensors[name]) for name in names)
+    parts = drafter_identity(str(folder))
+    assert parts != whole
+    save_file({name: -tensors[name] for name in names[1::2]}, folder / "model-00002-of-00002.safetensors")
+    assert drafter_identity(str(folder)) not in (whole, parts)
 
 
 def test_speculators_layout_is_read(deepspec: tuple[Path, DrafterConfig]) -> None:

@@ -14,6 +14,6 @@ def drafter_identity(spec: str) -> str:
     if not folder.is_dir():
         return spec
     digest = hashlib.sha256()
-    for name in ("config.json", "model.safetensors"):
-        digest.update((folder / name).read_bytes())
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
