@@ -81,9 +81,7 @@ class DraftStage:
         try:
             return self._drafter.propose(inputs)
         except Exception:  # drafts are optional: the target alone still gives the right answer
-            self._stats.num_drafter_faults += 1
-            if self._stats.num_drafter_faults == 1:
-                log.exception("the drafter failed; this step goes on without drafts")
+            self._count_fault()
             return empty
 
     def schedule(self, plan: StepPlan, block: DraftBlock) -> Int32:
@@ -112,9 +110,20 @@ class DraftStage:
         if not len(kept):
             return
         assert output.features is not None
-        self._drafter.observe(
-            features=output.features[kept], positions=rows.batch.positions[kept], slots=rows.batch.slots[kept]
-        )
+        try:
+            self._drafter.observe(
+                features=output.features[kept],
+                positions=rows.batch.positions[kept],
+                slots=rows.batch.slots[kept],
+            )
+        except Exception:  # later drafts are worse for the gap, and are judged all the same
+            self._count_fault()
+
+    def _count_fault(self) -> None:
+        """Count a failure of the drafter, and tell of the first; called while it is handled."""
+        self._stats.num_drafter_faults += 1
+        if self._stats.num_drafter_faults == 1:
+            log.exception("the drafter failed; the target goes on without its drafts")
 
     def _cap(self, sequence: Sequence) -> int:
         """Return the most drafts that could be of use: request's cap, block size, room in the context."""
