@@ -401,3 +401,17 @@ def test_where_a_block_ended_early_does_not_choose_its_last_draft(num_sequences:
         )
         chosen.append(verify_len.tolist())
     assert chosen[0] == chosen[1] and chosen[0][0] == 1
+
+
+def test_a_sequence_starts_with_a_whole_block_whoever_had_its_row_before() -> None:
+    scheduler = make_scheduler(
+        "auto",
+        block_size=G,
+        has_confidence=True,
+        cost_model=CostModel(curve(lambda _: 2e-4)),
+        calibrator=None,
+    )
+    early_end = [6.0, 6.0] + [-9.0] * (G - 2)
+    assert [serve_step(scheduler, early_end, cap=G)[0] for _ in range(2)] == [G, 3]
+    scheduler.release(3)
+    assert serve_step(scheduler, early_end, cap=G)[0] == G
