@@ -14,12 +14,13 @@ import torch
 from dspark_plugins.reference.block_attention import block_attention
 from dspark_plugins.reference.rope import rope_tables, rotate
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.dtype import torch_dtype
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
+from dspark.executors.torch_linear import linear
 from dspark.models.config import WeightSource
 from dspark.models.rope import inverse_frequencies
 

@@ -7,7 +7,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,11 @@ from torch.nn import functional as F
 from dspark.errors import CapacityError, ConfigError
 from dspark.executors.dtype import torch_dtype
 from dspark.executors.interface import Float32, StepBatch, TargetOutput
+from dspark.executors.torch_linear import Linear, of_few_sizes
 from dspark.models.config import TargetConfig, WeightSource
 from dspark.models.rope import inverse_frequencies
 
 __all__ = ["TorchTarget"]
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
 _HEAD_BLOCK = 512  # rows of a tied table that are multiplied at a time
 
@@ -262,7 +261,7 @@ def _linear(weight: torch.Tensor) -> Linear:
         return lambda x: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, None, "none", [], "")
+    return of_few_sizes(lambda x: multiply(x, packed, None, "none", [], ""))
 
 
 def _plain_head(table: torch.Tensor) -> Linear:
