@@ -52,6 +52,7 @@ DRAFTERS = [
     "dflash",
     "no-markov-confidence",
     "good-vanilla+ngram",
+    "reduced+ngram",
     "dflash+ngram",
 ]
 

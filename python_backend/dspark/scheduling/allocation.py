@@ -18,6 +18,7 @@ import numpy as np
 from dspark.scheduling.interface import Float64, Int32, Int64
 
 __all__ = [
+    "MAX_STALLS",
     "Candidates",
     "best_num",
     "early_stop_num",
@@ -29,7 +30,7 @@ __all__ = [
     "verify_len_of",
 ]
 
-_MAX_STALLS = 32  # cliffs that one look-ahead crosses
+MAX_STALLS = 32  # cliffs that one look-ahead crosses
 _LOW_BITS = np.uint64(0xFFFFFFFF)
 
 
@@ -133,7 +134,7 @@ def lookahead_num(
         return stop
     ahead = np.arange(max_ahead)
     gain = np.cumsum(decay ** (ahead / max(num_sequences, 1)))  # [H] tokens per unit of survival
-    for _ in range(_MAX_STALLS):
+    for _ in range(MAX_STALLS):
         last = min(stop + max_ahead, len(seconds) - 1)
         reach = last - stop
         hoped = (theta[stop] * seconds[stop] + candidates.survival[stop] * gain[:reach]) / seconds[

@@ -131,9 +131,8 @@ class CapacityFile:
         """Read and check the file, whatever machine it is of.
 
         Raises:
-            ConfigError: not readable, another format version, missing or unknown fields, a curve that is
-            flat, empty,
-                negative or not finite.
+            ConfigError: not readable, another format version, missing or unknown fields, a curve that is flat,
+                empty, negative or not finite.
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -192,9 +191,8 @@ class CostModel:
     """Seconds of a step, corrected by the steps that were observed.
 
     Arguments:
-        curve: what was measured on this machine; None learns from served steps alone (`measured` is then
-        False until
-            the first one), starting from a modest guess of what one more row costs.
+        curve: what was measured on this machine; None learns from served steps alone (`measured` is then False
+            until the first one), starting from a modest guess of what one more row costs.
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["early_stop_len", "lookahead_len", "rates_of", "worth_drafting"]
+from dspark.scheduling.allocation import MAX_STALLS
 
-_MAX_STALLS = 32
+__all__ = ["early_stop_len", "lookahead_len", "rates_of", "worth_drafting"]
 
 
 def worth_drafting(
@@ -79,7 +79,7 @@ def lookahead_len(
     stop = early_stop_len(rates)
     if max_ahead < 2:
         return stop
-    for _ in range(_MAX_STALLS):
+    for _ in range(MAX_STALLS):
         if stop == num:
             break
         tokens, hoped = rates[stop] * seconds[stop], survival[stop]
