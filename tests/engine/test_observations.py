@@ -66,13 +66,19 @@ def test_greedy_drafts_are_labelled_by_the_tokens_that_came_the_cut_off_one_too(
     assert min(cut_off.values()) > 0
 
 
-@pytest.mark.parametrize("policy", ["fixed:4", "threshold:0"])
+@pytest.mark.parametrize(
+    ("policy", "penalty"), [("fixed:4", 0.0), ("threshold:0", 0.0), ("threshold:0", 0.2)]
+)
 def test_sampled_labels_are_the_acceptance_that_is_seen_on_average(
-    target: Path, drafter: str, policy: str
+    target: Path, drafter: str, tmp_path: Path, policy: str, penalty: float
 ) -> None:
+    if penalty:  # with a confidence head nobody learns from altered logits
+        write_good_drafter(tmp_path, target, confidence=False)
+        drafter = str(tmp_path)
     engine = make_engine(target, drafter=drafter, policy=policy, rule="rejection")
     seen = watched(engine, most=2)
-    run(engine, [make_request(p, max_tokens=200, temperature=1.0, seed=i) for i, p in enumerate(PROMPTS * 3)])
+    params = {"max_tokens": 200, "temperature": 1.0, "presence_penalty": penalty}
+    run(engine, [make_request(p, seed=i, **params) for i, p in enumerate(PROMPTS * 3)])
     labels, hits, num_cut_off = [], [], 0
     for step in seen:
         if step.soft_labels is None:

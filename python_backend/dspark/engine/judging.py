@@ -20,7 +20,8 @@ def judge_drafts(
     """Judge the drafts of a decoding sequence; rows that are not finite end the usable part.
 
     Under rejection sampling the verdict has exact labels, that of the first draft that was cut off among them;
-    they cost a sum over two distributions that are at hand anyway.
+    they cost a sum over two distributions that are at hand anyway. There are none where nobody learns from them: of
+    rated drafts of requests that alter their logits.
 
     Arguments:
         block: drafts of all decoding sequences, [R, G].
@@ -36,9 +37,8 @@ def judge_drafts(
     drafts = block.tokens[index, :count].tolist()
     distributions = block.distributions[index] if block.distributions else None
     verified = min(num_drafts, usable - 1)
-    labelled = (
-        count > 0 and sequence.sampler.rule == "rejection" and not sequence.request.params.alters_logits
-    )
+    learnt_from = block.confidence_logits is None or not sequence.request.params.alters_logits
+    labelled = count > 0 and sequence.sampler.rule == "rejection" and learnt_from
     cut_off = None
     if labelled and verified < count:
         cut_off = (drafts[verified], distributions[verified] if distributions else None)
