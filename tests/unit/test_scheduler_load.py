@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dspark.calibration.online import OnlineCalibrator
+from dspark.drafters.interface import DraftBlock
 from dspark.errors import ConfigError
 from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.interface import Scheduler, StepObservation
@@ -415,3 +416,17 @@ def test_a_sequence_starts_with_a_whole_block_whoever_had_its_row_before() -> No
     assert [serve_step(scheduler, early_end, cap=G)[0] for _ in range(2)] == [G, 3]
     scheduler.release(3)
     assert serve_step(scheduler, early_end, cap=G)[0] == G
+
+
+def test_confidence_logits_far_from_zero_are_confidences_of_0_and_1() -> None:
+    logits = np.array([[2000.0, -2000.0, 0.0, 0.0]], np.float32)
+    block = DraftBlock(
+        tokens=np.zeros((1, 4), np.int32),
+        num_tokens=np.full(1, 4, np.int32),
+        distributions=None,
+        confidence_logits=logits,
+    )
+    confidence = block.confidence()
+    assert confidence is not None and confidence[0].tolist() == [1.0, 0.0, 0.5, 0.5]
+    scheduler = make_scheduler("prefix", block_size=4, has_confidence=True, cost_model=CostModel(curve(free)))
+    assert serve_step(scheduler, logits[0].tolist(), cap=4) == (4, 1)

@@ -75,7 +75,7 @@ class DraftBlock:
         """Return c_k = sigmoid(logit) [R, G], NaN where nothing rated the draft."""
         if self.confidence_logits is None:
             return None
-        return (1.0 / (1.0 + np.exp(-self.confidence_logits.astype(np.float64)))).astype(np.float32)
+        return np.asarray(0.5 * (1.0 + np.tanh(0.5 * self.confidence_logits.astype(np.float64))), np.float32)
 
 
 class Drafter(Protocol):

@@ -230,7 +230,7 @@ class LoadAwareScheduler:
     def _rated(self, confidence_logits: Float32, *, sampled: Bool) -> Float64:
         if self.calibrator is not None:
             return self.calibrator.confidence(confidence_logits, sampled=sampled)
-        return np.asarray(1.0 / (1.0 + np.exp(-confidence_logits.astype(np.float64))))
+        return np.asarray(0.5 * (1.0 + np.tanh(0.5 * confidence_logits.astype(np.float64))))
 
     def _num_taken(
         self,
