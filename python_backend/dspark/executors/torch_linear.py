@@ -19,11 +19,10 @@ Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
 def padded_rows(num_rows: int) -> int:
     """Return the number of rows a product is run with, at least `num_rows` and at least 1.
 
-    Powers of two up to 16, where reading the weights is what takes the time; then four to a doubling, so that at most
-    a fifth is padding.
+    Every number up to 8, then four to a doubling, so that at most a fifth is padding.
     """
-    if num_rows <= 16:
-        return 1 << max(num_rows - 1, 0).bit_length()
+    if num_rows <= 8:
+        return max(num_rows, 1)
     step = 1 << ((num_rows - 1).bit_length() - 3)
     return -(-num_rows // step) * step
 
