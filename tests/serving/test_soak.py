@@ -30,7 +30,21 @@ SETTINGS = {"max_batch_size": 16, "cache_bytes": 1 << 23}
 @pytest.fixture(scope="module")
 def small_server(repository):
     with server_process(repository, settings=SETTINGS) as server:
+        fill_word_cache(server)
         yield server
+
+
+def fill_word_cache(server):
+    """Make the tokenizer see 15,000 words: it keeps the spelling of the first 10,000, some 5 MiB.
+
+    The prompts are longer than the context, so they are tokenized and refused.
+    """
+    rng = random.Random(5)
+    with RawChannel(server.grpc_url) as channel:
+        for _ in range(5):
+            words = ("".join(rng.choices("abcdefgh", k=8)) for _ in range(3000))
+            (refusal,) = channel.stream(text_input=" ".join(words), max_tokens=1)
+            assert "tokens" in refusal.error_message, refusal
 
 
 def footprint(server):
