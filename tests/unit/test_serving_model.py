@@ -5,6 +5,7 @@ import importlib
 import json
 import random
 import sys
+import threading
 import time
 
 import numpy as np
@@ -90,6 +91,18 @@ def test_settings_come_from_model_yaml_then_config_pbtxt(model):
 @pytest.mark.usefixtures("model")
 def test_what_was_loaded_is_out_of_the_collectors_sight():
     assert gc.get_freeze_count() > 10_000
+
+
+def test_garbage_is_swept_up_while_the_model_serves(triton_model, monkeypatch):
+    monkeypatch.setattr(triton_model, "_SWEEP_INTERVAL_S", 0.001)
+    stopping = threading.Event()
+    before = gc.get_stats()[2]["collections"]
+    sweeper = threading.Thread(target=triton_model._sweep, args=(stopping,))
+    sweeper.start()
+    until(lambda: gc.get_stats()[2]["collections"] > before + 1)
+    stopping.set()
+    sweeper.join(60)
+    assert not sweeper.is_alive()
 
 
 def test_a_model_that_cannot_load_says_why(triton_model, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["TritonPythonModel"]
 _log = logging.getLogger("dspark.serving")
 # Triton calls finalize once no request is open, so there is next to nothing to wait for.
 _DRAIN_TIMEOUT_S: Final = 5.0
+_SWEEP_INTERVAL_S: Final = 10.0
 
 
 class TritonSender:
@@ -103,7 +105,9 @@ class TritonPythonModel:
         self._spans = SpanExporter.of_environment()
         self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
         self._runtime = runtime
+        self._stopping = threading.Event()
         _set_loaded_apart()
+        threading.Thread(target=_sweep, args=(self._stopping,), name="dspark-sweep", daemon=True).start()
         _log.info("ready (process %d)", os.getpid())
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -133,6 +137,7 @@ class TritonPythonModel:
         self._sink.close()
         if self._spans is not None:
             self._spans.close()
+        self._stopping.set()
         gc.unfreeze()
 
     def _submit(self, request: Any, stream: ResponseStream) -> None:
@@ -210,15 +215,19 @@ class TritonPythonModel:
 
 
 def _set_loaded_apart() -> None:
-    """Take everything that was loaded out of the garbage collector's sight.
-
-    A full collection waits until what has come is a quarter of what is there, so beside a loaded model it next to never
-    runs, and with it neither what empties the interpreter's lists of freed tuples: megabytes that fill up slowly. Set
-    apart, full collections come often and take next to no time.
-    """
+    """Take everything that was loaded out of the garbage collector's sight, so that a collection looks at little."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts anew what is there
+
+
+def _sweep(stopping: threading.Event) -> None:
+    """Collect garbage now and then.
+
+    A server that frees what it allocates next to never reaches the collector's thresholds, and only a full collection
+    empties the interpreter's lists of freed tuples and the like: megabytes that fill up slowly.
+    """
+    while not stopping.wait(_SWEEP_INTERVAL_S):
+        gc.collect()
 
 
 def _array(tensor: Any) -> np.ndarray[Any, np.dtype[Any]]:
