@@ -151,6 +151,7 @@ def decode(
         num_threads=threads,
         rule="rejection",
         policy="fixed:0",
+        calibration="none",  # what is measured here; that of another drafter may lie in its folder
     )
     block_size = _block_size(target, drafter)
     engine = build_engine(replace(settings, policy=f"fixed:{block_size}"))

@@ -122,6 +122,9 @@ class Trainer:
         self.model, self.data, self.settings, self.out = model, data, settings, out
         self.counters = Counters()
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        if settings.confidence_only:
+            for name, parameter in self.parameters.items():
+                parameter.requires_grad_(name.startswith("confidence_head."))
         self.device = model.frozen.embedding.device
         self.optimizer = MatrixOptimizer(
             _groups(self.parameters, settings),
@@ -292,12 +295,16 @@ def _groups(parameters: dict[str, Tensor], settings: TrainSettings) -> list[dict
     kinds = {name: kind(name, parameter) for name, parameter in parameters.items()}
 
     def of(wanted: str) -> list[Tensor]:
-        return [parameter for name, parameter in parameters.items() if kinds[name] == wanted]
+        return [p for name, p in parameters.items() if kinds[name] == wanted and p.requires_grad]
 
     return [
-        {"params": of("layer"), "orthogonal": settings.optimizer == "muon"},
-        {"params": of("matrix")},
-        {"params": of("other"), "weight_decay": 0.0},
+        group
+        for group in (
+            {"params": of("layer"), "orthogonal": settings.optimizer == "muon"},
+            {"params": of("matrix")},
+            {"params": of("other"), "weight_decay": 0.0},
+        )
+        if group["params"]
     ]
 
 
@@ -322,6 +329,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--rank", type=int, default=128, help="of the sequential head (default %(default)s)")
     model.add_argument("--no-confidence", action="store_true", help="train without a confidence head")
     model.add_argument("--confidence-without-markov", action="store_true")
+    model.add_argument(
+        "--confidence-only",
+        action="store_true",
+        help="with --init DRAFTER: fit its confidence head alone, on answers that the rest never saw; on those it was "
+        "trained with a drafter looks better than it is",
+    )
     model.add_argument(
         "--draft-vocab", type=int, default=12288, help="tokens it can propose; 0 = all (%(default)s)"
     )
@@ -548,6 +561,10 @@ def _drafter_config(
 def _settings(
     args: argparse.Namespace, config: DrafterConfig, data: Dataset, dtype: torch.dtype
 ) -> TrainSettings:
+    if args.confidence_only and (args.no_confidence or args.init == "random"):
+        raise ConfigError(
+            "--confidence-only: got no drafter with a confidence head, allowed is --init DRAFTER"
+        )
     if args.positions < 1 or args.max_minutes < 0 or not args.lr > 0:
         raise ConfigError("--positions must be at least 1, --max-minutes at least 0 and --lr above 0")
     return TrainSettings(
@@ -562,6 +579,7 @@ def _settings(
         markov_head_type=config.markov_head_type,
         confidence=config.enable_confidence_head,
         confidence_with_markov=config.confidence_head_with_markov,
+        confidence_only=args.confidence_only,
         draft_vocab_size=config.draft_vocab_size,
         init=args.init,
         sequences=args.sequences,

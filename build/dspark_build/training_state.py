@@ -35,6 +35,7 @@ class TrainSettings:
     markov_head_type: str
     confidence: bool
     confidence_with_markov: bool
+    confidence_only: bool  # nothing else learns
     draft_vocab_size: int
     init: str
     sequences: int  # of one micro-batch

@@ -205,6 +205,8 @@ def test_training_to_the_end_leaves_a_drafter_that_serves_and_curves(home, tmp_p
     header, *rows = (out / "curves.csv").read_text(encoding="utf-8").splitlines()
     assert "held_out_accepted_len" in header and "acceptance_3" in header and rows
     base = ["--target", str(home / "target"), "--drafter", str(out / "drafter"), "--executor", "torch"]
+    stale = json.dumps({"format_version": 1, "drafter_hash": "another", "sts_temperatures": [1.0] * 3})
+    (out / "drafter" / "calibration.json").write_text(stale, encoding="utf-8")  # is replaced, not believed
     calibrated = main(["calibrate", *base, "--prompts", str(home / "prompts.jsonl"), "--max-tokens", "32"])
     assert calibrated == 0
     content = json.loads((out / "drafter" / "calibration.json").read_text(encoding="utf-8"))
@@ -319,3 +321,19 @@ def test_the_schedule_rises_then_falls_to_its_floor(home, tmp_path):
     assert top == 2 and rates[0] < 0.1 * rates[top]
     assert all(np.diff(rates[top:]) < 0)
     assert rates[-1] == pytest.approx(0.02 * 1e-3)
+
+
+def test_the_confidence_head_alone_can_be_fitted_and_nothing_else_moves(home, tmp_path):
+    assert main(["train", *train_command(home, tmp_path / "run")]) == 0
+    first = tmp_path / "run" / "drafter"
+    options = ["--confidence-only", "--init", str(first), "--vocab-from", str(first)]
+    assert main(["train", *train_command(home, tmp_path / "fitted"), *options]) == 0
+    target = load_target(home / "target").config
+    before, after = (
+        load_drafter_checkpoint(folder, target=target).weights
+        for folder in (first, tmp_path / "fitted" / "drafter")
+    )
+    names = [name for name in before.names() if name != "draft_to_target"]
+    moved = {name for name in names if not np.array_equal(before.float32(name), after.float32(name))}
+    assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert main(["train", *train_command(home, tmp_path / "none"), "--confidence-only"]) != 0
