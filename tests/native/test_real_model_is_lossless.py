@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dspark.models.loading import load_target
 from dspark.serving.contract import config_pbtxt
-from dspark_build.bench_drafter_shapes import DrafterShape, write_random_drafter
 from dspark_plugins.native import native_available, native_unavailable_reason
 from support.server import Ask, server_process
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHAPE = DrafterShape(num_layers=1, draft_vocab_size=4096, markov_rank=64, block_size=5)
+SHIPPED = ROOT / "model_repository" / "dspark" / "1" / "drafter"
 PROMPTS = (
     "Repeat three times: the cat sat on the mat.",
     "List the even numbers from 2 to 20, then list them again.",
@@ -29,14 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not MODEL.is_file(), reason=f"no {MODEL.name}: make setup fetches it"),
     pytest.mark.skipif(not native_available(), reason=f"no native code: {native_unavailable_reason()}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def random_drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("drafter") / "drafter"
-    write_random_drafter(folder, load_target(MODEL).config, SHAPE)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def repository(folder: Path, dtype: str, drafter: str) -> Path:
@@ -58,12 +47,10 @@ def repository(folder: Path, dtype: str, drafter: str) -> Path:
     return folder / "repository"
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "random dspark"])
+@pytest.mark.parametrize("drafter", ["ngram", "shipped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_greedy_speculative_output_equals_plain_output(
-    dtype: str, drafter: str, random_drafter: Path, tmp_path: Path
-) -> None:
-    spec = drafter if drafter == "ngram" else str(random_drafter)
+def test_greedy_speculative_output_equals_plain_output(dtype: str, drafter: str, tmp_path: Path) -> None:
+    spec = drafter if drafter == "ngram" else str(SHIPPED)
     with server_process(repository(tmp_path, dtype, spec), start_timeout_s=120.0) as server:
 
         def asked(prompt: str, **inputs: object) -> Ask:
@@ -86,3 +73,8 @@ def test_greedy_speculative_output_equals_plain_output(
         assert speculative.ids == plain.ids
         assert plain.last["total_draft_tokens"][0] == 0
     assert sum(int(reply.last["total_draft_tokens"][0]) for reply in together) > 0
+    if drafter == "shipped":
+        accepted = sum(int(reply.last["total_accepted_draft_tokens"][0]) for reply in together)
+        assert accepted > 0.25 * sum(len(reply.ids) for reply in together), (
+            "a drafter worth shipping is right"
+        )
