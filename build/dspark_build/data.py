@@ -40,6 +40,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--generated-prompts", type=int, default=0, metavar="N", help="add N seeded prompts of many kinds"
     )
     parser.add_argument(
+        "--everyday-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="add N short plain questions: code, maths, daily life",
+    )
+    parser.add_argument(
         "--self-prompts", type=int, default=0, metavar="N", help="add N prompts that the target writes itself"
     )
     parser.add_argument(
@@ -222,9 +229,14 @@ def _gather_prompts(args: argparse.Namespace, checkpoint: TargetCheckpoint) -> l
         from dspark_build.prompts import generate_prompts
 
         prompts += generate_prompts(args.generated_prompts, seed=args.seed)
+    if args.everyday_prompts:
+        from dspark_build.everyday_prompts import everyday_prompts
+
+        prompts += everyday_prompts(args.everyday_prompts, seed=args.seed)
     if not prompts:
         raise ConfigError(
-            "prompts: none given; name files with --prompts or ask for --generated-prompts N or --self-prompts N"
+            "prompts: none given; name files with --prompts or ask for --generated-prompts N, --everyday-prompts N "
+            "or --self-prompts N"
         )
     excluded = read_prompts(args.exclude) if args.exclude else []
     left = without(prompts, excluded)

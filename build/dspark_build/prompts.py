@@ -9,34 +9,34 @@ here, not whether they are right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 from dspark_build.prompt_files import Prompt, fingerprint
 
-__all__ = ["KINDS", "generate_prompts"]
+__all__ = ["KINDS", "generate_prompts", "items", "take_in_turn", "word_problem"]
 
 
-def _items(text: str) -> list[str]:
+def items(text: str) -> list[str]:
     """Return the items of a list that is written with semicolons."""
     return [" ".join(item.split()) for item in text.split(";")]
 
 
-NAMES = _items(
+NAMES = items(
     """
     Ada; Ben; Chloe; Dario; Elif; Farid; Greta; Hugo; Ines; Jonas; Kira; Leo; Mina; Noel; Oona; Pavel;
     Quinn; Rosa; Sami; Tara; Umar; Vera; Wim; Xenia; Yusuf; Zoe; Amir; Bella; Carlos; Dina; Emil;
     Fatima; Gus; Hana; Ivan; Julia; Kofi; Lucia; Marek; Nadia; Oscar; Priya
     """
 )
-THINGS = _items(
+THINGS = items(
     """
     apples; books; coins; marbles; pencils; stamps; cookies; tickets; balloons; shells; cards; flowers;
     bottles; eggs; bricks; candles; oranges; photos; buttons; chairs; plates; beads; toys; letters;
     lemons; notebooks; lamps; keys; socks; maps
     """
 )
-PLACES = _items(
+PLACES = items(
     """
     a harbour; an old library; a mountain hut; a night market; a space station; a small bakery; a desert
     town; a train at dawn; a rainy island; a school playground; a busy airport; an empty theatre; a
@@ -44,7 +44,7 @@ PLACES = _items(
     frozen lake; a jungle camp; a clock tower; a farm in autumn
     """
 )
-HEROES = _items(
+HEROES = items(
     """
     a shy dragon; a retired pilot; two sisters; a clever crow; a young baker; a robot gardener; an old
     sailor; a lost puppy; a curious child; a tired detective; a kind giant; a travelling musician; a
@@ -52,7 +52,7 @@ HEROES = _items(
     blind clockmaker; a stubborn goat
     """
 )
-EVENTS = _items(
+EVENTS = items(
     """
     finds a hidden door; loses something precious; meets an unexpected friend; has to tell the truth;
     learns to be patient; saves the day by accident; misses the last boat; opens a strange letter; hears
@@ -60,7 +60,7 @@ EVENTS = _items(
     promise; keeps a secret; wins a contest; gets lost in the fog
     """
 )
-TOPICS = _items(
+TOPICS = items(
     """
     volcanoes; black holes; the water cycle; vaccines; inflation; electric cars; the French Revolution;
     dreams; coral reefs; bees; the stock market; gravity; the printing press; plate tectonics; sleep;
@@ -73,13 +73,13 @@ TOPICS = _items(
     Revolution; fermentation; steel; the nervous system; comets
     """
 )
-AUDIENCES = _items(
+AUDIENCES = items(
     """
     a child of eight; a curious teenager; someone who has never heard of it; a university student; my
     grandmother; a busy manager; a visitor from another planet; a beginner
     """
 )
-SKILLS = _items(
+SKILLS = items(
     """
     cooking rice; swimming; touch typing; speaking in public; drawing faces; growing tomatoes; saving
     money; learning Spanish; playing the piano; taking photos at night; writing a novel; baking bread;
@@ -88,7 +88,7 @@ SKILLS = _items(
     up early; cleaning a kitchen; negotiating a salary; first aid; training a dog
     """
 )
-FUNCTIONS = _items(
+FUNCTIONS = items(
     """
     returns the largest of three numbers; counts the words in a sentence; reverses the words of a
     sentence; sums the digits of an integer; checks whether a number is prime; removes all punctuation
@@ -109,19 +109,19 @@ FUNCTIONS = _items(
     interleaves two lists; replaces every vowel with a star; squares every even number
     """
 )
-LANGUAGES = _items(
+LANGUAGES = items(
     """
     Python; Python; Python; JavaScript; C; C++; Java; Go; Rust; TypeScript; Ruby; PHP; Kotlin; Bash
     """
 )
-CLASSES = _items(
+CLASSES = items(
     """
     bank account; shopping cart; library with books; queue; linked list; to-do list; temperature sensor;
     card deck; parking lot; student with grades; playlist; inventory; matrix; binary tree; timer; phone
     book; vending machine; chess board; LRU cache; counter
     """
 )
-QUERIES = _items(
+QUERIES = items(
     """
     the ten customers with the most orders; all products that were never sold; the total revenue of each
     month; users who signed up in the last week; the average rating of each film; duplicate e-mail
@@ -129,7 +129,7 @@ QUERIES = _items(
     cheapest products of each category; books that are overdue
     """
 )
-CODE_TOPICS = _items(
+CODE_TOPICS = items(
     """
     recursion; a hash table; an API; version control; object-oriented programming; a for loop;
     exceptions; a pointer; unit testing; big O notation; a closure; multithreading; a database index;
@@ -137,7 +137,7 @@ CODE_TOPICS = _items(
     asynchronous code; a compiler; type hints; a generator; dependency injection; JSON
     """
 )
-SENTENCES = _items(
+SENTENCES = items(
     """
     i think we should of met earlier because the traffic were bad; The report was wrote by me and it
     have many informations; Thanks for nothing, your product broke after two days!; We gotta fix this
@@ -151,13 +151,13 @@ SENTENCES = _items(
     about there opinion
     """
 )
-STYLES = _items(
+STYLES = items(
     """
     more formal; friendlier; shorter; more polite; in simple words; as a question; in the past tense;
     like a newspaper headline; with correct grammar; more exciting; in the passive voice; for a child
     """
 )
-LETTERS = _items(
+LETTERS = items(
     """
     to a neighbour about loud music; to a teacher asking for an extension; to a hotel to cancel a
     booking; to thank a colleague; to invite friends to a barbecue; to complain about a late parcel; to
@@ -168,7 +168,7 @@ LETTERS = _items(
     end a contract
     """
 )
-PAIRS = _items(
+PAIRS = items(
     """
     cats and dogs; tea and coffee; books and films; trains and planes; summer and winter; renting and
     buying a flat; mountains and the sea; working at home and in an office; Python and Java; gas and
@@ -178,7 +178,7 @@ PAIRS = _items(
     bees and wasps
     """
 )
-WORRIES = _items(
+WORRIES = items(
     """
     I cannot concentrate at work; my roommate never cleans; I argue with my brother all the time; I
     spend too much money on clothes; I am afraid of flying; my plants keep dying; I do not know what to
@@ -188,14 +188,14 @@ WORRIES = _items(
     sitting; my best friend is angry with me; I failed an exam; I never finish what I start
     """
 )
-COUNTRIES = _items(
+COUNTRIES = items(
     """
     Japan; Brazil; Egypt; Canada; Norway; Kenya; Peru; Vietnam; Greece; India; Mexico; Iceland; Turkey;
     Australia; Portugal; Morocco; Chile; Finland; Thailand; Poland; Nepal; Cuba; Ireland; South Korea;
     Ghana; Switzerland
     """
 )
-PEOPLE = _items(
+PEOPLE = items(
     """
     Albert Einstein; Cleopatra; Leonardo da Vinci; Nelson Mandela; Isaac Newton; Frida Kahlo; Charles
     Darwin; Ada Lovelace; Mozart; Florence Nightingale; Galileo; Rosa Parks; Nikola Tesla; William
@@ -203,7 +203,7 @@ PEOPLE = _items(
     Marco Polo; Joan of Arc; Louis Pasteur; Neil Armstrong
     """
 )
-DISHES = _items(
+DISHES = items(
     """
     pancakes; lentil soup; fried rice; an apple pie; a Greek salad; spaghetti with tomato sauce;
     vegetable curry; scrambled eggs; banana bread; chicken soup; guacamole; potato salad; oatmeal
@@ -211,7 +211,7 @@ DISHES = _items(
     peppers; mushroom risotto; lemonade
     """
 )
-JOBS = _items(
+JOBS = items(
     """
     a nurse; a pilot; a chef; a judge; a farmer; an architect; a journalist; a plumber; a vet; a
     firefighter; a translator
@@ -287,7 +287,7 @@ def _arithmetic(rng: Random) -> str:
     )
 
 
-def _word_problem(rng: Random) -> str:
+def word_problem(rng: Random) -> str:
     first, second = rng.sample(NAMES, 2)
     things = rng.choice(THINGS)
     a, b, c = rng.randrange(12, 90), rng.randrange(2, 12), rng.randrange(2, 9)
@@ -462,7 +462,7 @@ KINDS: dict[str, Callable[[Random], str]] = {
     "function": _function,
     "code": _code,
     "arithmetic": _arithmetic,
-    "word_problem": _word_problem,
+    "word_problem": word_problem,
     "explain": _with_wish(_explain),
     "list": _with_wish(_listing),
     "story": _with_wish(_story),
@@ -476,12 +476,20 @@ KINDS: dict[str, Callable[[Random], str]] = {
 
 def generate_prompts(num: int, *, seed: int) -> list[Prompt]:
     """Return `num` different prompts, the kinds taken in turn; a kind that has run out is passed over."""
-    rngs = {kind: Random(f"{seed}/{kind}") for kind in KINDS}
+    return take_in_turn(KINDS, num, seed=seed)
+
+
+def take_in_turn(kinds: Mapping[str, Callable[[Random], str]], num: int, *, seed: int) -> list[Prompt]:
+    """Return up to `num` different prompts; each kind draws from a seeded generator of its own.
+
+    A kind listed again under a number (`program2`) is asked more often.
+    """
+    rngs = {kind: Random(f"{seed}/{kind}") for kind in kinds}
     seen: set[str] = set()
     prompts: list[Prompt] = []
     misses = 0
-    while len(prompts) < num and misses < 50 * len(KINDS):
-        for kind, make in KINDS.items():
+    while len(prompts) < num and misses < 50 * len(kinds):
+        for kind, make in kinds.items():
             text = make(rngs[kind])
             key = fingerprint(text)
             if key in seen:
@@ -489,5 +497,5 @@ def generate_prompts(num: int, *, seed: int) -> list[Prompt]:
                 continue
             misses = 0
             seen.add(key)
-            prompts.append(Prompt(text=text, source=kind))
+            prompts.append(Prompt(text=text, source=kind.rstrip("0123456789")))
     return prompts[:num]

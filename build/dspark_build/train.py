@@ -310,7 +310,14 @@ def _groups(parameters: dict[str, Tensor], settings: TrainSettings) -> list[dict
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder, .gguf file or hub name")
-    parser.add_argument("--data", required=True, type=Path, help="made by `dspark-build data`")
+    parser.add_argument(
+        "--data",
+        required=True,
+        type=Path,
+        nargs="+",
+        metavar="DATA",
+        help="folders made by `dspark-build data`",
+    )
     parser.add_argument(
         "--out", required=True, type=Path, help="state, curves and drafter/; the same command resumes"
     )
@@ -608,7 +615,7 @@ def _settings(
 
 def _layer_ids(args: argparse.Namespace) -> tuple[int, ...]:
     if args.target_layers is None:
-        return stored_layers(args.data)[0]
+        return stored_layers(args.data[0])[0]
     try:
         return tuple(int(part) for part in args.target_layers.split(","))
     except ValueError as error:

@@ -14,6 +14,7 @@ from dspark_build.calibrate import fit_records, load_temperatures
 from dspark_build.cli import main
 from dspark_build.drafter_init import choose_draft_vocab
 from dspark_build.eval_plots import threshold_sweep
+from dspark_build.everyday_prompts import EVERYDAY_KINDS, everyday_prompts
 from dspark_build.prompt_files import Prompt, read_prompts, without
 from dspark_build.prompts import KINDS, generate_prompts
 
@@ -35,6 +36,15 @@ def test_generated_prompts_are_different_seeded_and_of_every_kind():
     counts = collections.Counter(p.source for p in prompts)
     assert set(counts) == set(KINDS) and min(counts.values()) > 100
     assert not any(("{" in p.text and "}" not in p.text) or "  " in p.text.split("\n")[0] for p in prompts)
+
+
+def test_everyday_prompts_are_different_seeded_of_every_kind_and_none_is_of_eval():
+    prompts = everyday_prompts(3000, seed=1)
+    assert len({p.text for p in prompts}) == len(prompts) == 3000
+    assert everyday_prompts(500, seed=1) == prompts[:500]
+    counts = collections.Counter(p.source for p in prompts)
+    assert set(counts) == {kind.rstrip("0123456789") for kind in EVERYDAY_KINDS} and min(counts.values()) > 50
+    assert without(prompts, read_prompts([EVAL])) == prompts
 
 
 def test_exclusion_ignores_case_and_spacing():

@@ -84,7 +84,7 @@ def train_parser():
 def dataset(home: Path) -> Dataset:
     checkpoint = load_target(home / "target")
     head = target_head(checkpoint, dtype=torch.float32)
-    return Dataset(home / "data", target=checkpoint.config, layer_ids=(0, 2), head=head)
+    return Dataset([home / "data"], target=checkpoint.config, layer_ids=(0, 2), head=head)
 
 
 def test_cached_features_say_what_the_target_says(home):
@@ -160,10 +160,33 @@ def test_data_of_another_target_is_refused_with_both_hashes(home, tmp_path):
     other = load_target(tmp_path / "other")
     with pytest.raises(CheckpointError) as caught:
         Dataset(
-            home / "data", target=other.config, layer_ids=(0, 2), head=target_head(other, dtype=torch.float32)
+            [home / "data"],
+            target=other.config,
+            layer_ids=(0, 2),
+            head=target_head(other, dtype=torch.float32),
         )
     assert other.config.model_hash in str(caught.value)
     assert load_target(home / "target").config.model_hash in str(caught.value)
+
+
+def test_several_data_folders_are_read_as_one(home):
+    checkpoint = load_target(home / "target")
+    one, two = (
+        Dataset(
+            [home / "data"] * times,
+            target=checkpoint.config,
+            layer_ids=(0, 2),
+            head=target_head(checkpoint, dtype=torch.float32),
+        )
+        for times in (1, 2)
+    )
+    assert two.num_answer_tokens == 2 * one.num_answer_tokens and one.held_out
+    assert [two.example(key).tokens.tolist() for key in two.held_out] == [
+        one.example(key).tokens.tolist() for key in one.held_out for _ in range(2)
+    ]
+    last = two.example(two.train[-1])
+    assert torch.equal(last.features, one.example(one.train[-1]).features)
+    assert one.content_hash != two.content_hash
 
 
 @pytest.mark.parametrize(
