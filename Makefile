@@ -13,7 +13,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/.dspark/matplotlib
 CANCELS := 10000
 SOAK_S := 600
 
-.PHONY: help setup demo serve test soak check check-native drafter bench bench-native bench-load clean
+.PHONY: help setup demo serve test soak check check-native drafter bench bench-native bench-drafter bench-load clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
@@ -66,6 +66,9 @@ bench: setup ## measure speed and memory on this machine (installs the peers to 
 bench-native: setup .venv-peers/.ready ## measure the native pass against its bound, PyTorch, ONNX Runtime, llama.cpp
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m dspark_build.bench_native
+
+bench-drafter: setup ## measure what the shipped drafter brings to one reader, by kind of question
+	$(BIN)/python -m dspark_build.bench_sources
 
 bench-load: setup ## measure every policy under every load, and what the policy itself costs
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

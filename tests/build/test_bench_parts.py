@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from dspark.errors import DSparkError
 from dspark_build.bench import SECTIONS, main, ratios
 from dspark_build.bench_lines import Line, median, spread, table
 from dspark_build.bench_load import Turn, median_rate
@@ -13,6 +14,8 @@ from dspark_build.bench_native import CONTEXT, PAGE_SIZE, pass_over, verdicts
 from dspark_build.bench_native import Line as PassLine
 from dspark_build.bench_overhead import measure_overhead, overhead_table
 from dspark_build.bench_prompts import MIXED, NEW, REPEATING, as_messages
+from dspark_build.bench_sources import Answer, Sum, check_answers
+from dspark_build.bench_sources import table as sources_table
 
 from tests.support.tiny_models import tiny_config
 
@@ -141,3 +144,21 @@ def test_the_policy_is_timed_with_and_without_calibrator_and_told_where_it_is_to
     fast = replace(found[0], milliseconds=0.5 * found[0].at_most_ms)
     assert "MISSED" in overhead_table([slow])
     assert "holds" in overhead_table([fast])
+
+
+def test_the_sources_table_compares_with_plain_and_says_what_is_missed():
+    def row(seconds: float) -> dict[str, Sum]:
+        plain, drafter = Sum(2.0, 100, 100, [1.0]), Sum(seconds, 100, 50, [0.9, 2.0 / seconds])
+        return {"plain": plain, "drafter": drafter, "with look-up": Sum(1.0, 100, 40, [2.0])}
+
+    text = sources_table({"code": row(1.0), "chat": row(1.9), "other": row(1.0)}).splitlines()
+    assert "2.00 (0.90 to 2.00)" in text[1] and text[1].endswith("1.3 holds")
+    assert "1.05" in text[2] and text[2].endswith("1.1 MISSED")
+    assert "holds" not in text[3] and "2.50" not in text[3]
+
+
+def test_an_answer_that_speculation_changed_is_an_error():
+    same = Answer((1, 2), 1.0, 2)
+    check_answers("p", {"plain": same, "drafter": same})
+    with pytest.raises(DSparkError, match="drafter changed"):
+        check_answers("p", {"plain": same, "drafter": Answer((1, 3), 1.0, 2)})
