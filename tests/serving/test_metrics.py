@@ -113,6 +113,18 @@ def test_every_kind_of_end_is_counted(server):
     assert [after.get(key, 0) - before.get(key, 0) for key in ends] == [1, 1, 1]
 
 
+def test_a_drafter_that_fails_is_counted_and_costs_only_drafts(server):
+    before = settled(server)
+    asked = {"text_input": "fault", "max_tokens": 20, **GREEDY}
+    drafted = ask(server, **asked)
+    command(server, "no drafts")
+    plain = ask(server, **asked)
+    command(server, "fast")
+    after = settled(server)
+    assert plain.error is None and plain.ids == drafted.ids
+    assert after["dspark_drafter_faults_total",] - before["dspark_drafter_faults_total",] > 5
+
+
 def test_writing_metrics_takes_less_than_one_percent_of_the_time(server):
     command(server, "slow")  # steps of 20 ms, as a real model's
     streams = [Ask(server, text_input=f"time {i}", max_tokens=3000, stream=True, **GREEDY) for i in range(8)]

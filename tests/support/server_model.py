@@ -1,8 +1,8 @@
 """The served model of the tests: the real one, plus a back door by request parameter.
 
 Triton loads this file as model.py. `test_command` = "stats" answers with the engine's counters, "die" kills the engine
-thread at its next step, "slow" makes every step take 20 ms, "hold" makes the next step wait for another command, "fast"
-undoes all that.
+thread at its next step, "slow" makes every step take 20 ms, "hold" makes the next step wait for another command,
+"no drafts" makes every call of the drafter fail, "fast" undoes all that.
 """
 
 import json
@@ -34,8 +34,11 @@ class TritonPythonModel(Served):
             engine._engine.step = self._die
         elif command in ("slow", "hold"):
             engine._engine.step = self._slow_step
+        elif command == "no drafts":
+            engine._engine.drafter.propose = self._die
         elif command == "fast":
             engine._engine.__dict__.pop("step", None)
+            engine._engine.drafter.__dict__.pop("propose", None)
             self._peak_running = 0
         counters = {
             **asdict(engine.stats()),
@@ -53,5 +56,5 @@ class TritonPythonModel(Served):
         type(engine).step(engine)
         self._peak_running = max(self._peak_running, engine.stats().num_running)
 
-    def _die(self):
+    def _die(self, *_given):
         raise MemoryError("the test asked for it")

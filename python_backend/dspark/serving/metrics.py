@@ -98,6 +98,11 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec("dspark_spec_trimmed_tokens_total", "counter", "drafts that were proposed but not verified"),
     MetricSpec(
+        "dspark_drafter_faults_total",
+        "counter",
+        "calls of the drafter that failed; the step went on without its drafts",
+    ),
+    MetricSpec(
         "dspark_verify_len",
         "histogram",
         "drafts verified per sequence and step" + _SAMPLED,

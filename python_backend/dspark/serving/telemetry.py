@@ -43,6 +43,7 @@ _COUNTERS: Final = {
     "dspark_spec_decode_num_accepted_tokens_total": "num_accepted_tokens",
     "dspark_steps_total": "num_steps",
     "dspark_preemptions_total": "num_preemptions",
+    "dspark_drafter_faults_total": "num_drafter_faults",
     "dspark_prompt_tokens_total": "num_prompt_tokens",
     "dspark_cached_prompt_tokens_total": "num_cached_prompt_tokens",
     "dspark_generation_tokens_total": "num_generation_tokens",
