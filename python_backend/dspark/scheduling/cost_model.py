@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ FORMAT_VERSION = 1
 _FLAT = 1.02  # the largest pass must cost this much more than the smallest
 _ROW_SHARE = 0.05  # cost of one more row against the first, before anything was measured
 _BLOCK_SHARE = 0.25  # likewise for one more drafted block
+_LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 16, 0.06  # steps that are learnt from together, and seconds of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +192,15 @@ def _only(document: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
 class CostModel:
     """Seconds of a step, corrected by the steps that were observed.
 
+    Steps are gathered and learnt from a few at a time: predictions are those of the last time.
+
     Arguments:
         curve: what was measured on this machine; None learns from served steps alone (`measured` is then False
             until the first one), starting from a modest guess of what one more row costs.
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
-        self.measured = curve is not None
+        self._measured = curve is not None
         self._row_context_s = curve.row_context_s if curve else 0.0
         self._context_s = curve.context_s if curve else 0.0
         if curve is None:
@@ -209,6 +213,22 @@ class CostModel:
                 self._draft = CorrectedCurve(curve.num_blocks, curve.draft_s, prior_weight=16.0)
             else:
                 self._draft = CorrectedCurve((1, 2), (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
+        self._gathered: list[tuple[float, ...]] = []  # columns as in `flush`
+        self._gathered_s = 0.0
+        self._least = 1  # steps that are learnt from together: one at first
+        self._errors: deque[float] = deque(maxlen=129)
+
+    # -- predictions -----------------------------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything is known: a measured curve, or steps that were served."""
+        return self._measured
+
+    @property
+    def version(self) -> int:
+        """A number that rises whenever predictions change; steps that are only gathered change none."""
+        return self._verify.version + self._draft.version
 
     def verify_s(self, first: int, count: int, *, num_sequences: int = 1, context_tokens: int = 0) -> Float64:
         """Return the seconds of target passes over first, first+1, ... rows.
@@ -223,12 +243,15 @@ class CostModel:
             float64 [count].
         """
         seconds = self._verify.seconds(first, count)
-        if context_tokens and (self._row_context_s or self._context_s):
-            per_row = self._row_context_s * context_tokens / max(num_sequences, 1)
-            seconds = seconds + self._verify.factor * (
-                self._context_s * context_tokens + per_row * np.arange(first, first + count)
-            )
-        return seconds
+        if not context_tokens:
+            return seconds
+        factor = self._verify.factor
+        fixed = (factor * self._context_s + self._verify.token_s) * context_tokens
+        if self._row_context_s:
+            per_row = factor * self._row_context_s * context_tokens / max(num_sequences, 1)
+            extra = fixed + per_row * np.arange(first, first + count)
+            return np.asarray(seconds + np.maximum(extra, 0.0))
+        return seconds + max(fixed, 0.0)
 
     def draft_s(self, num_blocks: int) -> float:
         """Return the seconds of drafting `num_blocks` blocks; 0 where that was never seen."""
@@ -248,25 +271,70 @@ class CostModel:
 
     @property
     def error(self) -> float:
-        """Median relative error of the last predictions, each made before its step was seen; 0 with none."""
-        return self._verify.error
+        """Median relative error of the last predicted steps, drafting included; 0 with none.
+
+        Each was made before its step was seen.
+        """
+        self.flush()
+        return float(np.median(self._errors)) if self._errors else 0.0
+
+    # -- learning --------------------------------------------------------------------------------------------------
 
     def observe(self, step: StepObservation) -> None:
         """Take the times of one step. Zero, negative and non-finite times are ignored.
 
         All but drafting counts as the target pass: what sampling and commit cost grows with the rows as well.
         """
-        if step.target_tokens > 0:
-            verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
-            context_s = 0.0
-            if step.context_tokens and (self._row_context_s or self._context_s):
-                per_row = self._row_context_s / max(len(step.sequence_ids), 1)
-                context_s = (
-                    self._verify.factor
-                    * step.context_tokens
-                    * (self._context_s + per_row * step.target_tokens)
-                )
-            self.measured |= self._verify.observe(step.target_tokens, verify_s, extra_s=context_s)
         num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
-        if num_blocks > 0:
-            self._draft.observe(num_blocks, step.draft_s)
+        verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
+        self._gathered.append(
+            (
+                step.target_tokens,
+                verify_s,
+                step.context_tokens,
+                len(step.sequence_ids),
+                num_blocks,
+                step.draft_s,
+            )
+        )
+        self._gathered_s += verify_s
+        num = len(self._gathered)
+        if num >= self._least and (
+            num >= _MOST_BATCH or self._least < _LEAST_BATCH or self._gathered_s >= _BATCH_S
+        ):
+            self.flush()
+
+    def flush(self) -> None:
+        """Learn now from what was gathered; called by itself every few steps."""
+        if not self._gathered:
+            return
+        rows, verify_s, context, sequences, blocks, draft_s = np.array(self._gathered, np.float64).T
+        self._gathered.clear()
+        self._gathered_s = 0.0
+        self._least = min(self._least + 1, _LEAST_BATCH) if self._measured else 1
+        usable = (rows > 0) & (verify_s > 0.0) & np.isfinite(verify_s)
+        drafted = (blocks > 0) & (draft_s > 0.0) & np.isfinite(draft_s)
+        foreseen = np.full(len(rows), np.nan)
+        if usable.any():
+            knew = self._verify.known
+            known_s = context * (self._context_s + self._row_context_s * rows / np.maximum(sequences, 1.0))
+            expected = self._verify.observe(
+                rows[usable].astype(np.int64),
+                verify_s[usable],
+                tokens=context[usable],
+                known_s=known_s[usable],
+            )
+            self._measured = True
+            if knew:
+                foreseen[usable] = expected
+        took = verify_s
+        if drafted.any():
+            knew = self._draft.known
+            none = np.zeros(int(drafted.sum()))
+            expected = self._draft.observe(
+                blocks[drafted].astype(np.int64), draft_s[drafted], tokens=none, known_s=none
+            )
+            took = np.where(drafted, took + draft_s, took)
+            foreseen[drafted] += expected if knew else np.nan
+        wrong = np.abs(foreseen - took) / took
+        self._errors.extend(wrong[np.isfinite(wrong)].tolist())
