@@ -3,11 +3,12 @@
 import json
 import queue
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
-from support.server import ask
+from support.server import ask, command, until
 
 pytestmark = pytest.mark.server
 
@@ -19,13 +20,13 @@ def prepared(name, array):
     return made
 
 
-def sent(server, arrays, *, outputs, parameters=None, request_id="1"):
+def sent(server, arrays, *, outputs, parameters=None, request_id="1", model="dspark"):
     """Send as both clients do: start the stream, send, stop the stream, read what came."""
     received = queue.Queue()
     client = grpc_client.InferenceServerClient(server.grpc_url)
     client.start_stream(callback=lambda result, error: received.put(error or result), stream_timeout=60)
     client.async_stream_infer(
-        "dspark",
+        model,
         [prepared(name, array) for name, array in arrays.items()],
         outputs=[grpc_client.InferRequestedOutput(name) for name in outputs],
         request_id=request_id,
@@ -167,26 +168,29 @@ def test_what_only_other_models_have_is_refused_by_name(server):
 VLLM = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "12", "seed": 7}
 
 
+@pytest.mark.parametrize("model", ["vllm_model", "dspark"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_vllm_grpc(server, stream, as_tensor):
-    """The published client; the batch dimension is ours (its model has none)."""
+def test_vllm_grpc(server, stream, as_tensor, model):
+    """The published client as it is, to the model it names; with a batch dimension to the one that has it."""
     arrays = {
-        "text_input": np.array([[b"Hello, my name is"]], dtype=np.object_),
-        "stream": np.array([[stream]], dtype=bool),
-        "exclude_input_in_output": np.array([[True]], dtype=bool),
+        "text_input": np.array([b"Hello, my name is"], dtype=np.object_),
+        "stream": np.array([stream], dtype=bool),
+        "exclude_input_in_output": np.array([True], dtype=bool),
     }
     if as_tensor:
-        arrays["sampling_parameters"] = np.array([[json.dumps(VLLM).encode()]], dtype=np.object_)
-    results = sent(server, arrays, outputs=["text_output"], parameters=VLLM, request_id="17")
+        arrays["sampling_parameters"] = np.array([json.dumps(VLLM).encode()], dtype=np.object_)
+    if model == "dspark":
+        arrays = {name: array[None] for name, array in arrays.items()}
+    results = sent(server, arrays, outputs=["text_output"], parameters=VLLM, request_id="17", model=model)
     assert {result.get_response().id for result in results} == {"17"}
     text = b"".join(part for result in results for part in result.as_numpy("text_output")).decode()
     expected = ask(server, text_input="Hello, my name is", temperature=0.1, top_p=0.95, max_tokens=12, seed=7)
     assert text == expected.text
 
 
-def test_vllm_without_the_batch_dimension_is_refused_by_triton_and_says_what_to_send(server):
-    """vLLM's model has max_batch_size 0, ours has 1: Triton compares the number of dimensions before we see any."""
+def test_each_model_refuses_the_other_ones_shape_and_says_what_it_expects(server):
+    """Triton compares the number of dimensions before any model sees a request."""
     arrays = {
         "text_input": np.array([b"Hello, my name is"], dtype=np.object_),
         "stream": np.array([True], dtype=bool),
@@ -194,21 +198,25 @@ def test_vllm_without_the_batch_dimension_is_refused_by_triton_and_says_what_to_
     (error,) = sent(server, arrays, outputs=["text_output"], parameters=VLLM)
     assert "unexpected shape for input" in str(error) and "Expected [-1,1]" in str(error)
     batched = {name: array[None] for name, array in arrays.items()}
-    assert sent(server, batched, outputs=["text_output"], parameters=VLLM)
+    (error,) = sent(server, batched, outputs=["text_output"], parameters=VLLM, model="vllm_model")
+    assert "unexpected shape for input" in str(error) and "Expected [1]" in str(error)
 
 
-def test_vllm_additional_outputs_grpc(server):
+@pytest.mark.parametrize("model", ["vllm_model", "dspark"])
+def test_vllm_additional_outputs_grpc(server, model):
     flags = (
         "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
     )  # fmt: skip
     arrays = {
-        "text_input": np.array([[b"example prompt"]], dtype=np.object_),
-        **{f"return_{name}": np.array([[True]], dtype=bool) for name in flags},
+        "text_input": np.array([b"example prompt"], dtype=np.object_),
+        **{f"return_{name}": np.array([True], dtype=bool) for name in flags},
         "sampling_parameters": np.array(
-            [[b'{"logprobs": 2, "max_tokens": 5, "temperature": 0}']], dtype=np.object_
+            [b'{"logprobs": 2, "max_tokens": 5, "temperature": 0}'], dtype=np.object_
         ),
     }
-    (result,) = sent(server, arrays, outputs=["text_output", *flags])
+    if model == "dspark":
+        arrays = {name: array[None] for name, array in arrays.items()}
+    (result,) = sent(server, arrays, outputs=["text_output", *flags], model=model)
     rows = json.loads(result.as_numpy("logprobs")[0])
     assert len(rows) == result.as_numpy("num_output_tokens")[0] == 5
     for row in rows:
@@ -220,8 +228,55 @@ def test_vllm_additional_outputs_grpc(server):
     assert result.as_numpy("finish_reason")[0] == b"length"
 
 
+def test_vllm_many_streams_at_once_keep_the_order_of_their_answers(server):
+    """Triton hands responses of an ensemble on by a pool of threads."""
+    asked = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    arrays = {
+        "text_input": np.array([b"in order"], dtype=np.object_),
+        "stream": np.array([True], dtype=bool),
+        "sampling_parameters": np.array([json.dumps(asked).encode()], dtype=np.object_),
+    }
+    expected = ask(server, text_input="in order", temperature=0.0, max_tokens=300, ignore_eos=True).text
+
+    def one(_index):
+        results = sent(server, arrays, outputs=["text_output"], model="vllm_model")
+        return len(results), b"".join(result.as_numpy("text_output")[0] for result in results).decode()
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(16)))
+    assert {text for _, text in answers} == {expected} and min(count for count, _ in answers) > 5
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_vllm_errors_and_stops_grpc(server, as_tensor):
+    """A refusal says why through the model without a batch dimension, too, and a stop reaches what runs there."""
+    arrays = {"text_input": np.array([b"x"], dtype=np.object_), "stream": np.array([True], dtype=bool)}
+    bad = {"temperature": -1}
+    tensors = {"sampling_parameters": np.array([json.dumps(bad).encode()], dtype=np.object_)}
+    given = {**arrays, **tensors} if as_tensor else arrays
+    (error,) = sent(server, given, outputs=["text_output"], parameters=bad, model="vllm_model")
+    assert "[INVALID_ARG] temperature: got -1" in str(error)
+    cancelled = command(server, "slow")["num_cancelled"]
+    endless = {"max_tokens": 3000, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            sent,
+            server,
+            arrays,
+            outputs=["text_output"],
+            parameters=endless,
+            request_id="18",
+            model="vllm_model",
+        )
+        until(lambda: command(server, "stats")["num_running"] == 1)
+        ask(server, request_id="18", stop=True)
+        assert running.result(60)
+    assert command(server, "stats")["num_cancelled"] == cancelled + 1
+
+
+@pytest.mark.parametrize("model", ["vllm_model", "dspark"])
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_vllm_http(server, path):
+def test_vllm_http(server, path, model):
     body = {
         "text_input": "What is Triton?",
         "stream": path == "generate_stream",
@@ -234,12 +289,13 @@ def test_vllm_http(server, path):
     }
     expected = ask(server, text_input="What is Triton?", temperature=0.0, max_tokens=9).text
     for form in (body, as_parameters):
-        assert "".join(event["text_output"] for event in posted(server, path, form)) == expected
+        events = posted(server, path, form, model=model)
+        assert "".join(event["text_output"] for event in events) == expected
 
 
-def posted(server, path, body):
+def posted(server, path, body, model="dspark"):
     request = urllib.request.Request(
-        f"{server.http_url}/v2/models/dspark/{path}", data=json.dumps(body).encode()
+        f"{server.http_url}/v2/models/{model}/{path}", data=json.dumps(body).encode()
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read().decode()

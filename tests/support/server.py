@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import psutil
 import tritonclient.grpc as grpc_client
-from dspark.serving.contract import INPUTS_BY_NAME, config_pbtxt
+from dspark.serving.contract import (
+    INPUTS_BY_NAME,
+    UNBATCHED_MODEL_NAME,
+    config_pbtxt,
+    unbatched_config_pbtxt,
+)
 from dspark.serving.process import ServerOptions, ServerProcess
 from dspark.serving.watch import RUN_DIR_VARIABLE
 
@@ -42,6 +47,9 @@ def make_repository(folder: Path) -> Path:
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(config_pbtxt())
     shutil.copy(Path(__file__).with_name("server_model.py"), version / "model.py")
+    unbatched = folder / "repository" / UNBATCHED_MODEL_NAME
+    (unbatched / "1").mkdir(parents=True)
+    (unbatched / "config.pbtxt").write_text(unbatched_config_pbtxt())
     write_good_drafter(version / "drafter", target)  # what `auto` finds
     lines = [f"{name}: {value}" for name, value in {"target": target, **SETTINGS}.items()]
     (version / "model.yaml").write_text("\n".join(lines) + "\n")

@@ -6,13 +6,23 @@ import pytest
 import yaml
 from dspark.config import load_serve_config
 from dspark.request import SAMPLING_FIELDS
-from dspark.serving.contract import ALIASES, INPUTS, INPUTS_BY_NAME, OUTPUTS, config_pbtxt
+from dspark.serving.contract import (
+    ALIASES,
+    INPUTS,
+    INPUTS_BY_NAME,
+    OUTPUTS,
+    UNBATCHED_MODEL_NAME,
+    config_pbtxt,
+    unbatched_config_pbtxt,
+)
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository" / "dspark"
 
 
 def test_committed_config_is_the_generated_one():
     assert (REPOSITORY / "config.pbtxt").read_text() == config_pbtxt()
+    unbatched = REPOSITORY.with_name(UNBATCHED_MODEL_NAME) / "config.pbtxt"
+    assert unbatched.read_text() == unbatched_config_pbtxt()
 
 
 def test_every_input_is_optional_and_declared_once():
@@ -38,6 +48,18 @@ def test_triton_itself_reads_the_config():
     assert config.max_batch_size == 1
     assert [entry.name for entry in config.input] == [spec.name for spec in INPUTS]
     assert all(entry.optional for entry in config.input)
+
+
+def test_the_model_without_a_batch_dimension_hands_everything_on():
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    config = text_format.Parse(unbatched_config_pbtxt(), model_config.ModelConfig())
+    (step,) = config.ensemble_scheduling.step
+    assert config.max_batch_size == 0 and step.model_name == "dspark"
+    inputs = {spec.name for spec in INPUTS} - {"logprobs"}  # one tensor cannot have two types
+    assert dict(step.input_map) == {name: name for name in inputs}
+    assert {entry.name for entry in config.input if entry.optional} == inputs
+    assert dict(step.output_map) == {spec.name: spec.name for spec in OUTPUTS}
 
 
 def test_sampling_parameters_are_all_on_the_wire():

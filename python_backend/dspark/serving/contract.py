@@ -1,10 +1,11 @@
-"""The wire contract as one table: every input and output, and the config.pbtxt made from it.
+"""The wire contract as one table: every input and output, and the two config.pbtxt made from it.
 
 Knows names, types and defaults; does not know how a value is checked (`parse`) or answered (`stream`).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -16,12 +17,15 @@ __all__ = [
     "INPUTS_BY_NAME",
     "MODEL_NAME",
     "OUTPUTS",
+    "UNBATCHED_MODEL_NAME",
     "InputSpec",
     "OutputSpec",
     "config_pbtxt",
+    "unbatched_config_pbtxt",
 ]
 
 MODEL_NAME: Final = "dspark"
+UNBATCHED_MODEL_NAME: Final = "vllm_model"  # where vLLM's published client looks
 
 WireType = Literal["BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "STRING"]
 
@@ -168,10 +172,41 @@ instance_group [ {{ count: 1, kind: KIND_CPU }} ]
 """
 
 
+_UNBATCHED_HEADER = """\
+# Made from dspark/serving/contract.py; a test holds the two together. Regenerate with
+#   python -m dspark.serving.contract {name} > model_repository/{name}/config.pbtxt
+#
+# The same model for clients that send no batch dimension, as vLLM's do: `[1]` instead of `[1, 1]`. Triton's own
+# scheduler adds the dimension and hands the request on inside the server; there is no process here and no code.
+# An ensemble knows one tensor by one name, so the input `logprobs` is left out for the output of that name: send
+# it as a parameter.
+name: "{name}"
+platform: "ensemble"
+max_batch_size: 0
+"""
+
+
 def config_pbtxt() -> str:
     """Return the text of model_repository/dspark/config.pbtxt."""
-    lines = [_HEADER.format(name=MODEL_NAME)]
-    for kind, specs in (("input", INPUTS), ("output", OUTPUTS)):
+    return _HEADER.format(name=MODEL_NAME) + "\n" + _tensors_pbtxt(INPUTS)
+
+
+def unbatched_config_pbtxt() -> str:
+    """Return the text of model_repository/vllm_model/config.pbtxt."""
+    outputs = {spec.name for spec in OUTPUTS}
+    inputs = tuple(spec for spec in INPUTS if spec.name not in outputs)
+    maps = [f'    input_map {{ key: "{spec.name}", value: "{spec.name}" }}' for spec in inputs]
+    maps += [f'    output_map {{ key: "{spec.name}", value: "{spec.name}" }}' for spec in OUTPUTS]
+    step = [f'    model_name: "{MODEL_NAME}"', "    model_version: -1", *maps]
+    scheduling = ["ensemble_scheduling {", "  step [ {", *step, "  } ]", "}"]
+    header = _UNBATCHED_HEADER.format(name=UNBATCHED_MODEL_NAME)
+    return header + "\n" + _tensors_pbtxt(inputs) + "\n".join(scheduling) + "\n"
+
+
+def _tensors_pbtxt(inputs: tuple[InputSpec, ...]) -> str:
+    """Return the declarations of these inputs and of all outputs."""
+    lines = []
+    for kind, specs in (("input", inputs), ("output", OUTPUTS)):
         lines.append(f"{kind} [")
         entries = []
         for spec in specs:
@@ -188,4 +223,5 @@ def config_pbtxt() -> str:
 
 
 if __name__ == "__main__":
-    print(config_pbtxt(), end="")
+    unbatched = sys.argv[1:] == [UNBATCHED_MODEL_NAME]
+    print(unbatched_config_pbtxt() if unbatched else config_pbtxt(), end="")

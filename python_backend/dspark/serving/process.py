@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Final
 
 from dspark.errors import ConfigError, EngineError
-from dspark.serving.contract import MODEL_NAME
+from dspark.serving.contract import MODEL_NAME, UNBATCHED_MODEL_NAME
 from dspark.serving.paths import default_model_repository, state_dir
 from dspark.serving.spans import ENDPOINT_VARIABLE
 from dspark.serving.tritonserver import TritonInstall, find_tritonserver
@@ -248,6 +248,7 @@ class ServerProcess:
             f"--model-repository={repository}",
             "--model-control-mode=explicit",
             f"--load-model={MODEL_NAME}",
+            *_unbatched_arguments(repository),
             f"--http-address={options.host}",
             f"--http-port={self.http_port}",
             f"--grpc-address={options.host}",
@@ -364,6 +365,12 @@ class ServerProcess:
                 return content
         except (OSError, urllib.error.URLError):
             return None
+
+
+def _unbatched_arguments(repository: Path) -> tuple[str, ...]:
+    """Return what loads the model for clients without a batch dimension, where the repository has it."""
+    there = (repository / UNBATCHED_MODEL_NAME / "config.pbtxt").is_file()
+    return (f"--load-model={UNBATCHED_MODEL_NAME}",) if there else ()
 
 
 def choose_ports(host: str, wanted: Mapping[str, int]) -> tuple[int, ...]:
