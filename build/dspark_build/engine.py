@@ -1,7 +1,8 @@
 """`dspark-build engine`: a target, and a drafter beside it, as TensorRT plans for a GPU that need not be there.
 
-Leaves target.plan, drafter.plan, engine.json (what they were built from, and for what), export.json (what the runtime
-checks) and a page of layers for each plan. Files appear under their names when they are whole, engine.json last.
+Leaves target.plan, drafter.plan, the tables that both read, engine.json (what they were built from, and for what),
+export.json (what the runtime checks) and a page of layers for each plan. Files appear under their names when they are
+whole, engine.json last.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import dspark_plugins
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError
-from dspark.executors.tensorrt_bindings import Binding, Precision, drafter_bindings, target_bindings
-from dspark.executors.tensorrt_manifest import EXPORT_NAME, ExportedFile, ExportManifest
+from dspark.executors.tensorrt_bindings import (
+    TABLE_SUFFIX,
+    Binding,
+    Precision,
+    drafter_bindings,
+    target_bindings,
+)
+from dspark.executors.tensorrt_manifest import ENGINE_NAME, EXPORT_NAME, ExportedFile, ExportManifest
 from dspark.models.loading import load_target
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.tensorrt.module import INSTALL, tensorrt_name
 
 from dspark_build.engine_manifest import (
-    ENGINE_NAME,
     EngineManifest,
     PlanFile,
+    TableFile,
     load_engine_manifest,
     whole_engine,
 )
@@ -45,7 +52,10 @@ from dspark_build.files import write_atomically, write_text
 from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import say
 
-__all__ = ["add_engine_arguments", "build_engines", "remove_strangers", "run_engine"]
+if TYPE_CHECKING:
+    from dspark_build.engine_tables import SharedTable
+
+__all__ = ["add_engine_arguments", "build_engines", "run_engine"]
 
 _PRECISIONS = get_args(Precision)
 _DEFAULT_BLOCK = 7  # without a drafter's own: n-gram drafters and the like
@@ -163,6 +173,8 @@ def build_engines(
 def _build_all(
     job: ExportJob, limits: EngineLimits, sm: int, out: Path, *, graphs: Path | None, num_jobs: int
 ) -> EngineManifest:
+    from dspark_build.engine_tables import load_graphs, shared_tables_of, with_table_inputs
+
     tools = _tools()
     inputs = _inputs(job, limits, sm, tools)
     found = _unchanged(out, inputs)
@@ -177,12 +189,24 @@ def _build_all(
     with _graphs(job, graphs, out) as (folder, export):
         for name in (ENGINE_NAME, EXPORT_NAME):
             (out / name).unlink(missing_ok=True)  # from here on the folder is not whole
-        parts = [("target", export.target_bindings)]
-        parts += [("drafter", export.drafter_bindings)] if job.drafter else []
-        plans = tuple(_build(name, bindings, folder, limits, sm, out, num_jobs) for name, bindings in parts)
-    remove_strangers(out, plans)
-    files = tuple(plan.file for plan in plans)
-    write_text(out / EXPORT_NAME, replace(export, files=files).text())
+        parts = {"target": export.target_bindings}
+        parts |= {"drafter": export.drafter_bindings} if job.drafter else {}
+        graphs_of = load_graphs(folder, parts)
+        shared = shared_tables_of(export.drafter_bindings, graphs_of.values())
+        tables = tuple(_write_table(table, graphs_of["target"], folder, out) for table in shared)
+        plans = tuple(
+            _build(
+                folder / f"{name}.onnx",
+                with_table_inputs(graphs_of[name], shared),
+                bindings,
+                limits,
+                sm,
+                out,
+                num_jobs,
+            )
+            for name, bindings in parts.items()
+        )
+    _remove_strangers(out, plans, tables)
     manifest = EngineManifest(
         tools=tools,
         inputs=inputs,
@@ -195,13 +219,15 @@ def _build_all(
         page_size=limits.page_size,
         limits=asdict(limits),
         plans=plans,
+        tables=tables,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+    write_text(out / EXPORT_NAME, replace(export, files=manifest.files).text())
     write_text(out / ENGINE_NAME, manifest.text())
-    size, seconds = sum(file.num_bytes for file in files), sum(plan.build_s for plan in plans)
+    size, seconds = sum(file.num_bytes for file in manifest.files), sum(plan.build_s for plan in plans)
     say(
-        f"{len(plans)} plans for sm {sm}, {size / 1e6:.1f} MB, in {out}: {seconds:.0f} s, "
-        f"{manifest.peak_bytes / 1e9:.1f} GB of memory at most"
+        f"{len(plans)} plans, {len(tables)} tables that they share, for sm {sm}, {size / 1e6:.1f} MB, in {out}: "
+        f"{seconds:.0f} s, {manifest.peak_bytes / 1e9:.1f} GB of memory at most"
     )
     return manifest
 
@@ -216,10 +242,19 @@ def _check_shapes(job: ExportJob, limits: EngineLimits) -> None:
         profile_shapes(tensors, profile)
 
 
+def _write_table(table: SharedTable, target: Any, graphs: Path, out: Path) -> TableFile:
+    from dspark_build.engine_tables import write_table
+
+    tensor = next(one for one in target.graph.initializer if one.name == table.binding.name)
+    file = write_table(table, tensor, graphs, out)
+    say(f"{file.name}: {file.num_bytes / 1e6:.1f} MB that target and drafter share")
+    return TableFile(file=file, binding=table.binding.name, shape=table.shape)
+
+
 def _build(
-    name: str,
+    path: Path,
+    model: Any,
     bindings: Sequence[Binding],
-    graphs: Path,
     limits: EngineLimits,
     sm: int,
     out: Path,
@@ -228,10 +263,11 @@ def _build(
     from dspark_build.engine_kernels import KernelCompiler
     from dspark_build.engine_plan import build_plan, tensorrt_version
 
+    name = path.stem
     say(f"{name}: building for sm {sm} with {tensorrt_version()}")
     compiler, profiles = KernelCompiler(sm, num_jobs=num_jobs), profiles_of(limits)
     start = time.perf_counter()
-    built = build_plan(graphs / f"{name}.onnx", bindings, profiles, compiler)
+    built = build_plan(path, model, bindings, profiles, compiler)
     seconds = time.perf_counter() - start
     data = memoryview(built.data)
     write_atomically(out / f"{name}.plan", lambda stream: _write(stream, data))
@@ -284,11 +320,15 @@ def _unchanged(out: Path, inputs: str) -> EngineManifest | None:
     return None
 
 
-def remove_strangers(out: Path, plans: Sequence[PlanFile]) -> None:
-    """Remove plans of an earlier build that this one does not have."""
+def _remove_strangers(out: Path, plans: Sequence[PlanFile], tables: Sequence[TableFile]) -> None:
+    """Remove plans and tables of an earlier build that this one does not have."""
     if len(plans) < 2:
         for name in ("drafter.plan", "drafter.layers.md"):
             (out / name).unlink(missing_ok=True)
+    kept = {table.file.name for table in tables}
+    for path in out.glob(f"*{TABLE_SUFFIX}"):
+        if path.name not in kept:
+            path.unlink()
 
 
 def _tools() -> dict[str, str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark.errors import CheckpointError
-from dspark.executors.tensorrt_manifest import EXPORT_NAME, ExportedFile, load_export
+from dspark.executors.tensorrt_manifest import (
+    ENGINE_NAME,
+    ENGINE_VERSION,
+    EXPORT_NAME,
+    ExportedFile,
+    check_files,
+    load_export,
+    manifest_of,
+)
 
-__all__ = ["ENGINE_NAME", "EngineManifest", "PlanFile", "load_engine_manifest", "whole_engine"]
-
-ENGINE_NAME = "engine.json"
-FORMAT_VERSION = 1
+__all__ = ["EngineManifest", "PlanFile", "TableFile", "load_engine_manifest", "whole_engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,15 @@ class PlanFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TableFile:
+    """Weights that both plans take as an input."""
+
+    file: ExportedFile
+    binding: str
+    shape: tuple[int, int]  # as it is bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineManifest:
     """What the plans are."""
 
@@ -46,8 +59,14 @@ class EngineManifest:
     page_size: int
     limits: dict[str, int]
     plans: tuple[PlanFile, ...]
+    tables: tuple[TableFile, ...]
     peak_bytes: int  # most memory of the process while building
-    format_version: int = FORMAT_VERSION
+    format_version: int = ENGINE_VERSION
+
+    @property
+    def files(self) -> tuple[ExportedFile, ...]:
+        """What the runtime reads beside the manifests."""
+        return (*(plan.file for plan in self.plans), *(table.file for table in self.tables))
 
     def text(self) -> str:
         """Return the manifest as JSON."""
@@ -60,45 +79,24 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
     Raises:
         CheckpointError: there is none, or it is of another format.
     """
-    path = folder / ENGINE_NAME
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format_version must be {FORMAT_VERSION}, got {raw['format_version']!r}"
-            )
+    with manifest_of(folder, ENGINE_NAME, ENGINE_VERSION, "dspark-build engine") as raw:
         plans = tuple(PlanFile(**plan | {"file": ExportedFile(**plan["file"])}) for plan in raw["plans"])
+        tables = tuple(
+            TableFile(**one | {"file": ExportedFile(**one["file"]), "shape": tuple(one["shape"])})
+            for one in raw["tables"]
+        )
         layers = tuple(raw["feature_layer_ids"])
-        return EngineManifest(**raw | {"plans": plans, "feature_layer_ids": layers})
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder}: has no {ENGINE_NAME}; make it with `dspark-build engine`"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        return EngineManifest(**raw | {"plans": plans, "tables": tables, "feature_layer_ids": layers})
 
 
 def whole_engine(folder: Path) -> EngineManifest:
-    """Read a folder's manifests and every plan.
+    """Read a folder's manifests and every plan and table.
 
     Raises:
-        CheckpointError: a file is missing, or a plan is cut short or not the one that was built; names both values.
+        CheckpointError: a file is missing, cut short or not the one that was built; names both values.
     """
-    manifest = load_engine_manifest(folder)
-    if load_export(folder).files != tuple(plan.file for plan in manifest.plans):
+    manifest, export = load_engine_manifest(folder), load_export(folder)
+    if export.files != manifest.files:
         raise CheckpointError(f"{folder / EXPORT_NAME}: is not of these plans; build the engine again")
-    for plan in manifest.plans:
-        path = folder / plan.file.name
-        size = path.stat().st_size if path.is_file() else -1
-        if size != plan.file.num_bytes:
-            found = "is missing" if size < 0 else f"has {size}"
-            raise CheckpointError(
-                f"{path}: must have {plan.file.num_bytes} bytes, {found}; build the engine again"
-            )
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != plan.file.sha256:
-            raise CheckpointError(
-                f"{path}: sha256 must be {plan.file.sha256[:16]}..., got {digest[:16]}...; build the engine again"
-            )
+    check_files(folder, export, contents=True)
     return manifest

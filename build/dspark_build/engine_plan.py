@@ -94,7 +94,8 @@ def _known_architectures() -> list[int]:
 
 
 def build_plan(
-    model: Path,
+    path: Path,
+    model: onnx.ModelProto,
     bindings: Sequence[Binding],
     profiles: Sequence[Profile],
     compiler: KernelCompiler,
@@ -102,7 +103,8 @@ def build_plan(
     """Build the plan of a graph.
 
     Arguments:
-        model: the ONNX file, its weights beside it.
+        path: where the graph's weights lie beside.
+        model: the graph.
         bindings: its tensors.
         compiler: gives kernels for the architecture to build for.
 
@@ -117,9 +119,9 @@ def build_plan(
     strongly = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly)
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(model)):
+    if not parser.parse(model.SerializeToString(), str(path)):
         told = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        raise EngineError(f"TensorRT cannot read {model}: {_first(failures, log.errors, told)}")
+        raise EngineError(f"TensorRT cannot read {path}: {_first(failures, log.errors, told)}")
     _check_fused(network)
     config = _config(builder, compiler.sm)
     for profile in profiles:
@@ -132,11 +134,11 @@ def build_plan(
             )
     data = builder.build_serialized_network(network, config)
     if data is None:
-        raise EngineError(f"TensorRT cannot build {model.name}: {_first(failures, log.errors)}")
+        raise EngineError(f"TensorRT cannot build {path.name}: {_first(failures, log.errors)}")
     layers, nodes = layers_of(log.messages), _plugin_nodes(model)
     missing = missing_plugins(layers, nodes, num_profiles=len(profiles))
     if missing:
-        raise EngineError(f"{model.name}: {', '.join(missing)} did not become plugins of the engine")
+        raise EngineError(f"{path.name}: {', '.join(missing)} did not become plugins of the engine")
     return BuiltPlan(data=data, layers=tuple(layers), plugin_nodes=tuple(nodes))
 
 
@@ -163,9 +165,8 @@ def _check_fused(network: Any) -> None:
         raise EngineError(f"attention is not a plugin in {', '.join(found[:5])}")
 
 
-def _plugin_nodes(model: Path) -> list[str]:
-    graph = onnx.load(str(model), load_external_data=False).graph
-    return [node.name for node in graph.node if node.domain == NAMESPACE]
+def _plugin_nodes(model: onnx.ModelProto) -> list[str]:
+    return [node.name for node in model.graph.node if node.domain == NAMESPACE]
 
 
 def _first(failures: Sequence[Exception], errors: Sequence[str], otherwise: str = "no reason given") -> str:

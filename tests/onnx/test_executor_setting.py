@@ -29,6 +29,7 @@ from dspark_build.export import ExportJob, export_pair
 PAGE = 4
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 5, 8, 9], [7, 7, 8, 7, 7, 8, 7, 7]]
 LIMITS = {"max_batch": 4, "max_tokens": 8, "max_pages": 18, "page_size": PAGE, "block_size": 4}
+BUILT = {"format_version": 2, "limits": LIMITS, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = ExportJob(target=target, drafter=drafter, precision="fp32", page_size=PAGE)
     export_pair(job, home / "onnx")
     shutil.copytree(home / "onnx", home / "plans")
-    (home / "plans" / "engine.json").write_text(json.dumps({"limits": LIMITS}))
+    (home / "plans" / "engine.json").write_text(json.dumps(BUILT))
     return home
 
 
@@ -184,7 +185,9 @@ def test_limits_beyond_what_was_built_are_told_at_once(home: Path) -> None:
 
 def test_what_was_built_for_less_context_than_the_model_has_takes_that(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "plans", tmp_path / "plans")
-    (tmp_path / "plans" / "engine.json").write_text(json.dumps({"limits": {**LIMITS, "max_pages": 10}}))
+    (tmp_path / "plans" / "engine.json").write_text(
+        json.dumps(BUILT | {"limits": {**LIMITS, "max_pages": 10}})
+    )
     with pytest.raises(ConfigError, match=r"max_context_len: got 33, allowed is at most 32"):
         start(home, executor="tensorrt", engine=str(tmp_path / "plans"), max_context_len=33)
 

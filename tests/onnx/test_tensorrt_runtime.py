@@ -20,7 +20,8 @@ from dspark.executors.tensorrt_bindings import target_bindings
 from dspark.executors.tensorrt_buckets import EngineShapes, bucket, drafter_buckets, target_buckets
 from dspark.executors.tensorrt_buffers import BufferPlan
 from dspark.executors.tensorrt_cuda import CudaSession
-from dspark.executors.tensorrt_loading import EnginePair, built_shapes, engine_shapes, load_engine_pair
+from dspark.executors.tensorrt_device import CudaDevice
+from dspark.executors.tensorrt_loading import EnginePair, built_engine, engine_shapes, load_engine_pair
 from dspark.executors.torch_drafter import TorchBlockDrafter
 from dspark.executors.torch_target import TorchTarget
 from dspark.models.loading import TargetCheckpoint, load_target
@@ -363,13 +364,19 @@ def test_an_export_of_another_pair_is_refused(home: Home, tmp_path: Path) -> Non
 
 def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no engine.json; make it with `dspark-build engine`"):
-        built_shapes(tmp_path)
+        built_engine(tmp_path)
     limits = {"max_batch": 4, "max_tokens": 6, "max_pages": 18, "page_size": PAGE, "block_size": 4}
-    (tmp_path / "engine.json").write_text(json.dumps({"limits": limits}))
-    assert built_shapes(tmp_path) == SHAPES
-    (tmp_path / "engine.json").write_text(json.dumps({"limits": {"max_batch": 4}}))
+    told = {"format_version": 2, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+    (tmp_path / "engine.json").write_text(json.dumps(told))
+    assert built_engine(tmp_path) == (SHAPES, 89, "tensorrt_rtx 1.7")
+    (tmp_path / "engine.json").write_text(json.dumps(told | {"limits": {"max_batch": 4}}))
     with pytest.raises(CheckpointError, match=r"engine.json cannot be read: KeyError\('max_tokens'\)"):
-        built_shapes(tmp_path)
+        built_engine(tmp_path)
+    (tmp_path / "engine.json").write_text(json.dumps(told | {"format_version": 1}))
+    with pytest.raises(
+        CheckpointError, match="format_version must be 2, got 1; make it again with `dspark-build"
+    ):
+        built_engine(tmp_path)
 
 
 def test_every_call_of_the_tensorrt_session_exists() -> None:
@@ -377,24 +384,27 @@ def test_every_call_of_the_tensorrt_session_exists() -> None:
         pytest.skip("TensorRT for RTX is not installed")
     trt = load_tensorrt()
     cuda = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
-    source = Path(inspect.getfile(CudaSession)).read_text(encoding="utf-8")
-    called = set(re.findall(r'"(cuda[A-Z]\w+)"', source)) | set(re.findall(r"\bcuda\.(cuda\w+)", source))
+    files = [inspect.getfile(one) for one in (CudaSession, CudaDevice)]
+    source = "".join(Path(file).read_text(encoding="utf-8") for file in files)
+    called = set(re.findall(r'"(cuda[A-Z]\w+)"', source))
+    called |= set(re.findall(r"\b(?:_cuda|runtime)\.(cuda\w+)", source))
     assert len(called) > 15
     for name in called:
         assert hasattr(cuda, name), name
     of_context = set(re.findall(r"\bcontext\.(\w+)\(", source))
     of_engine = set(re.findall(r"_engine\.(\w+)", source))
     assert len(of_context) > 4 and len(of_engine) > 4
+    assert trt.DataType.HALF.itemsize == 2
     for owner, names in ((trt.IExecutionContext, of_context), (trt.ICudaEngine, of_engine)):
         for name in names:
             assert hasattr(owner, name), name
 
 
-def test_without_a_gpu_the_tensorrt_session_says_what_is_missing(home: Home) -> None:
+def test_without_a_gpu_the_tensorrt_session_says_what_is_missing() -> None:
     if _has_gpu():
         pytest.skip("there is a GPU here")
     with pytest.raises(ConfigError, match="executor: tensorrt needs (a CUDA GPU|cuda-bindings)"):
-        CudaSession(home.folder / "target.plan")
+        CudaDevice()
 
 
 def _has_gpu() -> bool:

@@ -18,7 +18,6 @@ from dspark.executors.tensorrt_buckets import drafter_buckets, target_buckets
 from dspark.executors.tensorrt_loading import checked_export, engine_shapes
 from dspark.models.loading import load_target
 from dspark_build.cli import main
-from dspark_build.engine import remove_strangers
 from dspark_build.engine_profiles import EngineLimits, profile_shapes, profiles_of
 from dspark_build.engine_report import layers_of, missing_plugins, report_text
 from dspark_build.folder_lock import locked_folder
@@ -36,7 +35,7 @@ from dspark_build.engine_manifest import load_engine_manifest, whole_engine  # n
 
 FILES = {
     *("target.plan", "target.layers.md", "drafter.plan", "drafter.layers.md"),
-    *("engine.json", "export.json"),
+    *("engine.json", "export.json", "embed_tokens.table"),
 }
 
 
@@ -104,7 +103,7 @@ def test_the_runtime_takes_the_folder_and_refuses_a_cut_plan(home: Path, tmp_pat
     with pytest.raises(CheckpointError, match=f"target.plan: must have {len(data)} bytes, has 100"):
         checked_export(cut, target=target, drafter=drafter, page_size=4)
     with pytest.raises(
-        CheckpointError, match=f"must have {len(data)} bytes, has 100; build the engine again"
+        CheckpointError, match=f"must have {len(data)} bytes, has 100 bytes; build the engine again"
     ):
         whole_engine(cut)
     (cut / "target.plan").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -121,11 +120,13 @@ def test_every_plugin_of_a_plan_carries_its_kernels(home: Path) -> None:
         assert data.count(b"kernel_table") == data.count(b"cubins") >= 2 * plan.num_plugins  # in each profile
 
 
-def test_a_tied_table_is_in_each_plan_once(home: Path) -> None:
+def test_a_tied_table_lies_beside_the_plans_once(home: Path) -> None:
     table = load_target(home / "target").weights.float32("embed_tokens.weight").astype(np.float16)
+    assert (home / "built" / "embed_tokens.table").read_bytes() == table.T.tobytes()
+    assert [one.shape for one in whole_engine(home / "built").tables] == [table.T.shape]
     for name in ("target", "drafter"):
         data = (home / "built" / f"{name}.plan").read_bytes()
-        assert (data.count(table.tobytes()), data.count(table.T.tobytes())) == (1, 0), name
+        assert (data.count(table.tobytes()), data.count(table.T.tobytes())) == (0, 0), name
 
 
 def test_a_folder_without_the_manifest_of_its_runtime_is_not_whole(home: Path, tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_folder_without_the_manifest_of_its_runtime_is_not_whole(home: Path, t
         whole_engine(tmp_path / "built")
 
 
-def test_a_build_that_is_killed_leaves_nothing_that_serves(home: Path, tmp_path: Path) -> None:
+def test_a_build_that_is_killed_leaves_nothing_that_serves_nor_stays(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(home / "built", out)
     started = subprocess.Popen(
@@ -153,8 +154,13 @@ def test_a_build_that_is_killed_leaves_nothing_that_serves(home: Path, tmp_path:
     started.wait()
     assert list(out.glob(".onnx-*")), "it was not killed at work"
     assert not (out / "engine.json").exists() and not (out / "export.json").exists()
-    assert engine(home, out) == 0
-    assert {path.name for path in out.iterdir()} == FILES
+    assert engine(home, out, drafter="none") == 0
+    alone = {"target.plan", "target.layers.md", "engine.json", "export.json"}
+    assert {
+        path.name for path in out.iterdir()
+    } == alone  # of the build before nothing, and no table to share
+    table = load_target(home / "target").weights.float32("embed_tokens.weight").astype(np.float16)
+    assert (out / "target.plan").read_bytes().count(table.tobytes()) == 1
     whole_engine(out)
 
 
@@ -201,13 +207,6 @@ def test_unchanged_inputs_are_nothing_to_do(home: Path, capsys: pytest.CaptureFi
     assert engine(home, home / "built") == 0
     assert "nothing to do" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (home / "built").iterdir()} == before
-
-
-def test_a_target_alone_leaves_no_drafter_of_an_earlier_build(home: Path, tmp_path: Path) -> None:
-    for name in FILES:
-        (tmp_path / name).write_text("earlier")
-    remove_strangers(tmp_path, load_engine_manifest(home / "built").plans[:1])
-    assert {path.name for path in tmp_path.iterdir()} == FILES - {"drafter.plan", "drafter.layers.md"}
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,7 @@ def test_an_engine_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="dspark-build engine"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps({"format_version": 9}))
-    with pytest.raises(CheckpointError, match="format_version must be 1, got 9"):
+    with pytest.raises(CheckpointError, match="format_version must be 2, got 9"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -298,10 +297,11 @@ def test_a_graph_that_a_plugin_refuses_is_told_in_the_plugins_words(tmp_path: Pa
     model = onnx.helper.make_model(
         graph, opset_imports=[onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("dspark", 1)]
     )
-    onnx.save(model, tmp_path / "bad.onnx")
     limits = EngineLimits(max_batch=2, max_tokens=8, max_pages=4, page_size=4, block_size=3)
     with pytest.raises(EngineError, match="ValueError: DSparkPagedAttention: 2 key heads must divide 5"):
-        build_plan(tmp_path / "bad.onnx", bindings, profiles_of(limits), KernelCompiler(89, num_jobs=1))
+        build_plan(
+            tmp_path / "bad.onnx", model, bindings, profiles_of(limits), KernelCompiler(89, num_jobs=1)
+        )
 
 
 @pytest.mark.parametrize(("batch", "tokens", "block"), [(1, 1, 1), (3, 100, 4), (16, 2048, 7), (64, 512, 15)])

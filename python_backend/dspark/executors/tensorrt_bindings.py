@@ -18,6 +18,7 @@ __all__ = [
     "DIMENSIONS",
     "DTYPE_NAMES",
     "ITEM_BYTES",
+    "TABLE_SUFFIX",
     "Binding",
     "DType",
     "Kind",
@@ -41,6 +42,7 @@ DTYPE_NAMES: dict[Precision, str] = {
     "fp16": "float16",
     "bf16": "bfloat16",
 }  # as in settings
+TABLE_SUFFIX = ".table"  # of the file of a weight that both engines take as an input
 DIMENSIONS = {
     "T": "rows of a target pass",
     "R": "sequences",

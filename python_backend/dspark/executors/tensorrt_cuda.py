@@ -19,11 +19,12 @@ import numpy.typing as npt
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors.tensorrt_bindings import ITEM_BYTES
 from dspark.executors.tensorrt_buffers import BufferPlan
+from dspark.executors.tensorrt_device import INSTALL, CudaDevice, SharedTables
 from dspark.executors.tensorrt_session import Call
 
 __all__ = ["CudaSession"]
 
-_INSTALL = "pip install cuda-bindings, and NVIDIA's tensorrt or tensorrt-rtx"
+_KEPT_ERRORS = 8  # of TensorRT's own words
 
 
 class CudaSession:
@@ -31,23 +32,27 @@ class CudaSession:
 
     Arguments:
         path: target.plan or drafter.plan.
-        device: CUDA's number of the GPU.
+        device: the GPU.
+        tables: weights that the plan takes as inputs; must live as long.
+        built_with: TensorRT's name and version when the plan was built, for what is told when it does not load.
 
     Raises:
-        ConfigError: TensorRT, cuda-bindings or a GPU is missing; says which.
-        CheckpointError: a plan that cannot be read here: cut short, of another version or for another GPU.
+        ConfigError: TensorRT is missing.
+        CheckpointError: a plan that cannot be read here, or has other tensors than this version's.
     """
 
     name = "tensorrt"
 
-    def __init__(self, path: Path, *, device: int = 0) -> None:
-        self._cuda, self._device = _cuda_runtime(device), device
-        self._set_device()
+    def __init__(self, path: Path, *, device: CudaDevice, tables: SharedTables, built_with: str) -> None:
+        self._device, self._cuda, self._tables = device, device.runtime, tables
+        self._plan_name = path.name
+        device.use()
         self._trt, self._plugins = _tensorrt()
-        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
+        self._logger = _logger(self._trt)
         self._runtime = self._trt.Runtime(self._logger)
-        self._engine = self._load(path)
-        self._stream = self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
+        self._engine = self._load(path, built_with)
+        flag = self._cuda.cudaStreamNonBlocking
+        self._stream = self._call("cudaStreamCreateWithFlags", flag, what="a stream")
         self._contexts: list[Any] = []  # by profile
         self._captured: dict[Call, tuple[Any, Any]] = {}  # graph, and the context that must live as long
         self._plan: BufferPlan | None = None
@@ -55,16 +60,17 @@ class CudaSession:
 
     # Loading
 
-    def _load(self, path: Path) -> Any:
+    def _load(self, path: Path, built_with: str) -> Any:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read: {error}; build the engine again") from error
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
+            here = f"{self._trt.__name__} {self._trt.__version__}"
             raise CheckpointError(
-                f"{path}: TensorRT {self._trt.__version__} cannot load it on this GPU (cut short, or made by another "
-                "version or for another architecture); build it again with `dspark-build engine`"
+                f"{path}: built with {built_with}, {here} cannot load it on {self._device}: {self._told()}; "
+                "build the engine again"
             )
         return engine
 
@@ -74,7 +80,9 @@ class CudaSession:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:
-            raise CapacityError("TensorRT has no room for an execution context on this GPU")
+            raise CapacityError(
+                f"{self._plan_name}: TensorRT has no room for an execution context on {self._device}: {self._told()}"
+            )
         if self._scratch:
             context.set_device_memory(self._scratch, self._engine.device_memory_size_v2)
         chosen = context.set_optimization_profile_async(profile, int(self._stream))
@@ -82,63 +90,77 @@ class CudaSession:
         for name, buffer in self._plan.buffers.items():
             names = [name, buffer.binding.alias] if buffer.binding.kind == "cache" else [name]
             for one in names:
-                bound = context.set_tensor_address(one, self._base + buffer.offset)
-                self._must(bound, f"the address of {one}")
+                self._bind(context, one, self._base + buffer.offset)
+        for name, address in self._tables.addresses.items():
+            if name in self._tensors():
+                self._bind(context, name, address)
         return context
+
+    def _bind(self, context: Any, name: str, address: int) -> None:
+        self._must(context.set_tensor_address(name, address), f"the address of {name}")
 
     # The session
 
     def allocate(self, plan: BufferPlan) -> npt.NDArray[np.uint8]:
         """Allocate device memory, its pinned mirror, and bind every tensor to its place."""
-        self._set_device()
+        self._device.use()
         self._check_tensors(plan)
-        self._base = int(self._call("cudaMalloc", plan.device_bytes, memory=plan.device_bytes))
-        self._call("cudaMemsetAsync", self._base, 0, plan.device_bytes, self._stream)
-        self._host_base = int(self._call("cudaMallocHost", plan.host_bytes, memory=plan.host_bytes))
+        device_bytes, host_bytes = plan.device_bytes, plan.host_bytes
+        what = "inputs, outputs and caches"
+        self._base = int(self._call("cudaMalloc", device_bytes, what=what, memory=device_bytes))
+        self._call("cudaMemsetAsync", self._base, 0, device_bytes, self._stream, what=what)
+        what = "the pinned mirror of inputs and outputs"
+        self._host_base = int(self._call("cudaMallocHost", host_bytes, what=what, memory=host_bytes))
         scratch = self._engine.device_memory_size_v2
         if scratch:
-            self._scratch = int(self._call("cudaMalloc", scratch, memory=scratch))
+            what = "scratch memory"
+            self._scratch = int(self._call("cudaMalloc", scratch, what=what, memory=scratch))
         self._plan = plan
         self._contexts = [self._context(index) for index in range(self._engine.num_optimization_profiles)]
-        self._call("cudaStreamSynchronize", self._stream)
-        memory = (ctypes.c_uint8 * plan.host_bytes).from_address(self._host_base)
+        self._wait("the start")
+        memory = (ctypes.c_uint8 * host_bytes).from_address(self._host_base)
         return np.ctypeslib.as_array(memory)
 
     def prepare(self, call: Call) -> None:
         """Capture a call in a CUDA graph; where this engine cannot be captured, calls stay as they are."""
-        self._set_device()
+        self._device.use()
         context = self._context(self._profile_of(call))
         self._shape(context, call)
         self._enqueue(context, call)  # TensorRT may allocate and choose at the first run; a capture must not
-        self._call("cudaStreamSynchronize", self._stream)
+        self._wait(f"a first run of {call}")
         capturable = getattr(context, "is_stream_capturable", None)  # TensorRT for RTX tells
         if capturable is not None and not capturable(int(self._stream)):
             return
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._call("cudaStreamBeginCapture", self._stream, mode)
+        what = f"the graph of {call}"
+        self._call("cudaStreamBeginCapture", self._stream, mode, what=what)
         try:
             self._enqueue(context, call)
-        finally:  # a capture that fails must end too
-            graph = self._call("cudaStreamEndCapture", self._stream)
-        self._captured[call] = self._call("cudaGraphInstantiate", graph, 0), context
-        self._call("cudaGraphDestroy", graph)
+        except EngineError:
+            self._cuda.cudaStreamEndCapture(
+                self._stream
+            )  # it must end too; the first failure is the one to tell
+            raise
+        graph = self._call("cudaStreamEndCapture", self._stream, what=what)
+        self._captured[call] = self._call("cudaGraphInstantiate", graph, 0, what=what), context
+        self._call("cudaGraphDestroy", graph, what=what)
 
     def run(self, call: Call) -> None:
         """Copy in, run, copy out, wait."""
-        self._set_device()
+        self._device.use()
         if call in self._captured:
-            self._call("cudaGraphLaunch", self._captured[call][0], self._stream)
+            self._call("cudaGraphLaunch", self._captured[call][0], self._stream, what=f"the graph of {call}")
         else:
             context = self._contexts[self._profile_of(call)]
             self._shape(context, call)
             self._enqueue(context, call)
-        self._call("cudaStreamSynchronize", self._stream)
+        self._wait(str(call))
 
     def close(self) -> None:
         """Free graphs, memory and stream."""
-        self._set_device()
-        for graph, _ in self._captured.values():
-            self._call("cudaGraphExecDestroy", graph)
+        self._device.use()
+        for call, (graph, _) in self._captured.items():
+            self._call("cudaGraphExecDestroy", graph, what=f"the graph of {call}")
         self._captured.clear()
         self._contexts.clear()
         self._engine = self._runtime = None
@@ -148,9 +170,9 @@ class CudaSession:
             (self._host_base, "cudaFreeHost"),
         ):
             if address:
-                self._call(free, address)
+                self._call(free, address, what="buffers")
         self._base = self._host_base = self._scratch = 0
-        self._call("cudaStreamDestroy", self._stream)
+        self._call("cudaStreamDestroy", self._stream, what="the stream")
 
     # Parts
 
@@ -165,7 +187,7 @@ class CudaSession:
         for name, shape in call.shapes:
             if self._buffer(name).binding.kind == "input":
                 self._copy(name, shape, kinds.cudaMemcpyHostToDevice)
-        self._must(context.execute_async_v3(int(self._stream)), "to run")
+        self._must(context.execute_async_v3(int(self._stream)), f"to run {call}")
         for name, shape in call.shapes:
             if name in call.outputs:
                 self._copy(name, shape, kinds.cudaMemcpyDeviceToHost)
@@ -177,7 +199,8 @@ class CudaSession:
         to_device = kind == self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         if num_bytes:
             pair = (device, host) if to_device else (host, device)
-            self._call("cudaMemcpyAsync", *pair, num_bytes, kind, self._stream)
+            what = f"{name} {list(shape)}"
+            self._call("cudaMemcpyAsync", *pair, num_bytes, kind, self._stream, what=what)
 
     def _buffer(self, name: str) -> Any:
         assert self._plan is not None, "allocate comes before the first run"
@@ -194,76 +217,75 @@ class CudaSession:
             if all(self._admits(profile, name, shape) for name, shape in inputs):
                 return profile
         told = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
-        raise EngineError(f"no optimisation profile of this engine takes {told}")
+        raise EngineError(f"{self._plan_name}: no optimisation profile takes {told}")
 
     def _admits(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
         lowest, _, highest = self._engine.get_tensor_profile_shape(name, profile)
         return all(a <= side <= b for a, side, b in zip(lowest, shape, highest, strict=True))
 
+    def _tensors(self) -> set[str]:
+        return {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
+
     def _check_tensors(self, plan: BufferPlan) -> None:
-        """Refuse an engine whose tensors are not those of the plan.
+        """Refuse an engine whose tensors are not those of the plan and the tables.
 
         Raises:
             CheckpointError: names them.
         """
-        wanted = set(plan.buffers) | {
-            b.binding.alias for b in plan.buffers.values() if b.binding.kind == "cache"
-        }
-        found = {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
-        if found != wanted:
+        caches = {b.binding.alias for b in plan.buffers.values() if b.binding.kind == "cache"}
+        wanted, found = set(plan.buffers) | caches, self._tensors()
+        left = found - wanted - set(self._tables.addresses)
+        if not wanted <= found or left:
             raise CheckpointError(
-                f"the plan's tensors are not those of this version: missing {sorted(wanted - found)}, "
-                f"left over {sorted(found - wanted)}; build it again with `dspark-build engine`"
+                f"{self._plan_name}: its tensors are not those of this version: missing {sorted(wanted - found)}, "
+                f"left over {sorted(left)}; build the engine again"
             )
+        for name in found & set(self._tables.addresses):
+            self._check_table(name)
+
+    def _check_table(self, name: str) -> None:
+        sides = [int(side) for side in self._engine.get_tensor_shape(name)]
+        needed = int(np.prod(sides)) * self._trt_item_bytes(name)
+        given = self._tables.num_bytes[name]
+        if given != needed:
+            raise CheckpointError(
+                f"{self._plan_name}: table {name} {sides} must have {needed} bytes, got {given}; build the engine again"
+            )
+
+    def _trt_item_bytes(self, name: str) -> int:
+        return int(self._engine.get_tensor_dtype(name).itemsize)
 
     # Calls that tell when they fail
 
     def _must(self, done: bool, what: str) -> None:
         if not done:
-            raise EngineError(f"TensorRT refuses {what}")
+            raise EngineError(f"{self._plan_name}: TensorRT refuses {what}: {self._told()}")
 
-    def _set_device(self) -> None:
-        """Make the GPU this thread's own: the engine's thread is not the one that loaded it."""
-        self._call("cudaSetDevice", self._device)
+    def _told(self) -> str:
+        """Return TensorRT's last errors, which come without exceptions, and those of our plugins."""
+        failures = [f"{type(error).__name__}: {error}" for error in self._plugins[0].tools.failures]
+        return "; ".join([*failures, *self._logger.errors][-_KEPT_ERRORS:]) or "it gives no reason"
 
-    def _call(self, function: str, *arguments: Any, memory: int = 0) -> Any:
-        """Call the CUDA runtime and return what it gives back.
+    def _wait(self, what: str) -> None:
+        self._call("cudaStreamSynchronize", self._stream, what=what)
 
-        Raises:
-            CapacityError: no room for `memory` bytes.
-            EngineError: any other failure.
-        """
-        return _checked(self._cuda, function, *arguments, memory=memory)
+    def _call(self, function: str, *arguments: Any, what: str, memory: int = 0) -> Any:
+        return self._device.call(function, *arguments, what=f"{what} of {self._plan_name}", memory=memory)
 
 
-def _checked(cuda: Any, function: str, *arguments: Any, memory: int = 0) -> Any:
-    status, *values = getattr(cuda, function)(*arguments)
-    if status == cuda.cudaError_t.cudaSuccess:
-        return values[0] if values else None
-    if memory and status == cuda.cudaError_t.cudaErrorMemoryAllocation:
-        raise CapacityError(f"buffers and caches need {memory} bytes, which this GPU or its host has not")
-    raise EngineError(f"{function} failed: {status.name}")
+def _logger(trt: Any) -> Any:
+    """Return a logger that keeps TensorRT's errors."""
 
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
 
-def _cuda_runtime(device: int) -> Any:
-    """Return the CUDA runtime's bindings where there is such a GPU.
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors = [*self.errors[1 - _KEPT_ERRORS :], message]
 
-    Raises:
-        ConfigError: there is none, or no bindings.
-    """
-    try:
-        cuda: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
-        raise ConfigError(f"executor: tensorrt needs cuda-bindings ({error}): {_INSTALL}") from error
-    try:
-        status, count = cuda.cudaGetDeviceCount()
-    except RuntimeError as error:  # the bindings find no runtime library
-        raise ConfigError(f"executor: tensorrt needs a CUDA GPU: {error}") from error
-    if status != cuda.cudaError_t.cudaSuccess:
-        raise ConfigError(f"executor: tensorrt needs a CUDA GPU and its driver: {status.name}")
-    if not 0 <= device < count:
-        raise ConfigError(f"device: got {device}, allowed are 0 to {count - 1}")
-    return cuda
+    return Log()
 
 
 def _tensorrt() -> tuple[Any, Any]:
@@ -276,5 +298,5 @@ def _tensorrt() -> tuple[Any, Any]:
         trt = importlib.import_module("dspark_plugins.tensorrt.module").load_tensorrt()
         creators = importlib.import_module("dspark_plugins.tensorrt.plugin").register()
     except ImportError as error:
-        raise ConfigError(f"executor: tensorrt needs TensorRT ({error}): {_INSTALL}") from error
+        raise ConfigError(f"executor: tensorrt needs TensorRT ({error}): {INSTALL}") from error
     return trt, creators

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError
 from dspark.executors.tensorrt_bindings import (
+    TABLE_SUFFIX,
     Binding,
     drafter_bindings,
     shared_tables,
@@ -18,13 +19,30 @@ from dspark.executors.tensorrt_bindings import (
 )
 from dspark.executors.tensorrt_buckets import EngineShapes
 from dspark.executors.tensorrt_drafter import TensorRTBlockDrafter
-from dspark.executors.tensorrt_manifest import ExportManifest, check_files, check_pair, load_export
+from dspark.executors.tensorrt_manifest import (
+    ENGINE_NAME,
+    ENGINE_VERSION,
+    ExportManifest,
+    check_files,
+    check_pair,
+    load_export,
+    manifest_of,
+)
 from dspark.executors.tensorrt_session import Session
 from dspark.executors.tensorrt_target import TensorRTTarget
 from dspark.models.config import TargetConfig
 from dspark.models.loading import TargetCheckpoint
 
-__all__ = ["Backend", "EnginePair", "built_shapes", "checked_export", "engine_shapes", "load_engine_pair"]
+__all__ = [
+    "Backend",
+    "BuiltEngine",
+    "EnginePair",
+    "built_engine",
+    "check_capability",
+    "checked_export",
+    "engine_shapes",
+    "load_engine_pair",
+]
 
 Backend = Literal["tensorrt", "onnxruntime"]
 
@@ -34,6 +52,14 @@ class EnginePair(NamedTuple):
 
     target: TensorRTTarget
     drafter: DSparkDrafter | None
+
+
+class BuiltEngine(NamedTuple):
+    """What `built_engine` gives."""
+
+    shapes: EngineShapes
+    sm: int  # compute capability, 89 for 8.9
+    tensorrt: str  # name and version of what built it
 
 
 def checked_export(
@@ -85,25 +111,37 @@ def engine_shapes(
     )
 
 
-def built_shapes(folder: Path) -> EngineShapes:
-    """Return the shapes that the plans in a folder were built for, from its engine.json.
+def built_engine(folder: Path) -> BuiltEngine:
+    """Return what the plans in a folder were built for, from its engine.json.
 
     Raises:
-        CheckpointError: there is none, or it does not say.
+        CheckpointError: there is none, it is of another format, or does not say.
     """
-    path = folder / "engine.json"
-    try:
-        limits = json.loads(path.read_text(encoding="utf-8"))["limits"]
-        return _shapes(
+    with manifest_of(folder, ENGINE_NAME, ENGINE_VERSION, "dspark-build engine") as raw:
+        limits = raw["limits"]
+        shapes = _shapes(
             limits["max_batch"],
             limits["max_tokens"],
             max_pages=limits["max_pages"],
             block_size=limits["block_size"],
         )
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: has no engine.json; make it with `dspark-build engine`") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        return BuiltEngine(shapes, int(raw["sm"]), str(raw["tools"]["tensorrt"]))
+
+
+def check_capability(folder: Path, built: int, found: int) -> None:
+    """Refuse plans for another GPU before TensorRT does, which does not say why.
+
+    Arguments:
+        built, found: compute capability of the plans and of the GPU, 89 for 8.9.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if built != found:
+        raise CheckpointError(
+            f"{folder}: sm: the engine was built for {built}, this GPU is {found}; build it again with `dspark-build "
+            f"engine --sm {found}`"
+        )
 
 
 def _shapes(max_sequences: int, max_step_tokens: int, *, max_pages: int, block_size: int) -> EngineShapes:
@@ -132,7 +170,7 @@ def load_engine_pair(
 
     Arguments:
         folder: what `dspark-build export` left, for TensorRT with target.plan and drafter.plan beside it.
-        shapes: the largest calls; for TensorRT those of `built_shapes` or less.
+        shapes: the largest calls; for TensorRT those of `built_engine` or less.
         num_threads: of ONNX Runtime; 0 = one per core.
 
     Raises:
@@ -140,8 +178,11 @@ def load_engine_pair(
         ConfigError: TensorRT, a GPU or ONNX Runtime is missing.
     """
     manifest = checked_export(folder, target=target.config, drafter=drafter, page_size=page_size)
+    open_session = (
+        _cuda_opener(folder, manifest) if backend == "tensorrt" else _onnx_opener(folder, num_threads)
+    )
     executor = TensorRTTarget(
-        _session(folder, "target", backend, num_threads),
+        open_session("target"),
         target.config,
         target.weights,
         precision=manifest.precision,
@@ -151,18 +192,15 @@ def load_engine_pair(
     if drafter is None:
         return EnginePair(executor, None)
     block = TensorRTBlockDrafter(
-        _session(folder, "drafter", backend, num_threads),
-        drafter,
-        precision=manifest.precision,
-        shapes=shapes,
+        open_session("drafter"), drafter, precision=manifest.precision, shapes=shapes
     )
     return EnginePair(executor, DSparkDrafter(block, drafter.draft_to_target))
 
 
-def _session(folder: Path, part: str, backend: Backend, num_threads: int) -> Session:
-    if backend == "onnxruntime":
-        from dspark.executors.onnx_session import OnnxSession
+def _onnx_opener(folder: Path, num_threads: int) -> Callable[[str], Session]:
+    from dspark.executors.onnx_session import OnnxSession
 
+    def open_session(part: str) -> Session:
         graph = folder / f"{part}.onnx"
         if not graph.is_file():
             raise CheckpointError(
@@ -170,6 +208,26 @@ def _session(folder: Path, part: str, backend: Backend, num_threads: int) -> Ses
                 "`dspark-build engine`"
             )
         return OnnxSession(graph, num_threads=num_threads)
-    from dspark.executors.tensorrt_cuda import CudaSession
 
-    return CudaSession(folder / f"{part}.plan")
+    return open_session
+
+
+def _cuda_opener(folder: Path, manifest: ExportManifest) -> Callable[[str], Session]:
+    """Return what opens a plan; both plans read the same tables."""
+    from dspark.executors.tensorrt_cuda import CudaSession
+    from dspark.executors.tensorrt_device import CudaDevice, SharedTables
+
+    device, built = CudaDevice(), built_engine(folder)
+    check_capability(folder, built.sm, device.capability())
+    files = [folder / file.name for file in manifest.files if file.name.endswith(TABLE_SUFFIX)]
+    tables = SharedTables(device, {path.name.removesuffix(TABLE_SUFFIX): path for path in files})
+
+    def open_session(part: str) -> Session:
+        path = folder / f"{part}.plan"
+        try:
+            return CudaSession(path, device=device, tables=tables, built_with=built.tensorrt)
+        except CheckpointError:
+            check_files(folder, manifest, contents=True)  # a file that was changed is the better reason
+            raise
+
+    return open_session

@@ -1,12 +1,15 @@
-"""export.json: what a folder of exported graphs was made from, and whether it fits what is to be served.
+"""export.json: what a folder of exported graphs, or of plans, was made from, and whether it fits what is to be served.
 
-Written by `dspark-build export`, read by the engine builder and the runtime. Knows files, neither ONNX nor TensorRT.
+Written by `dspark-build export` and `dspark-build engine`, read by both and by the runtime. Knows files, neither ONNX
+nor TensorRT.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -14,9 +17,21 @@ from typing import Any, get_args
 from dspark.errors import CheckpointError
 from dspark.executors.tensorrt_bindings import Binding, Precision
 
-__all__ = ["EXPORT_NAME", "ExportManifest", "ExportedFile", "check_files", "check_pair", "load_export"]
+__all__ = [
+    "ENGINE_NAME",
+    "ENGINE_VERSION",
+    "EXPORT_NAME",
+    "ExportManifest",
+    "ExportedFile",
+    "check_files",
+    "check_pair",
+    "load_export",
+    "manifest_of",
+]
 
 EXPORT_NAME = "export.json"
+ENGINE_NAME = "engine.json"  # beside it where there are plans
+ENGINE_VERSION = 2  # of engine.json
 FORMAT_VERSION = 1
 
 
@@ -50,6 +65,45 @@ class ExportManifest:
         """Return the manifest as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
+    @property
+    def made(self) -> str:
+        """What the files are: plans, or graphs."""
+        return "engine" if self._has_plans else "export"
+
+    @property
+    def mend(self) -> str:
+        """What to do where they do not fit."""
+        return "build the engine again" if self._has_plans else "export again"
+
+    @property
+    def _has_plans(self) -> bool:
+        return any(file.name.endswith(".plan") for file in self.files)
+
+
+@contextmanager
+def manifest_of(folder: Path, name: str, version: int, command: str) -> Iterator[dict[str, Any]]:
+    """Give what a manifest says, for code that may fail on it.
+
+    Arguments:
+        command: what makes such a folder.
+
+    Raises:
+        CheckpointError: there is none, it is of another format, or the code under `with` fails on it.
+    """
+    path = folder / name
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format_version"] != version:
+            raise CheckpointError(
+                f"{path}: format_version must be {version}, got {raw['format_version']!r}; make it again with "
+                f"`{command}`"
+            )
+        yield raw
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: has no {name}; make it with `{command}`") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}; make it again with `{command}`") from error
+
 
 def load_export(folder: Path) -> ExportManifest:
     """Read a folder's manifest.
@@ -57,16 +111,13 @@ def load_export(folder: Path) -> ExportManifest:
     Raises:
         CheckpointError: there is none, or it is of another format.
     """
-    path = folder / EXPORT_NAME
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format_version must be {FORMAT_VERSION}, got {raw['format_version']!r}"
-            )
+    has_plans = (folder / ENGINE_NAME).exists() or any(folder.glob("*.plan"))
+    command = "dspark-build engine" if has_plans else "dspark-build export"
+    with manifest_of(folder, EXPORT_NAME, FORMAT_VERSION, command) as raw:
         if raw["precision"] not in get_args(Precision):
             raise CheckpointError(
-                f"{path}: precision must be one of {', '.join(get_args(Precision))}, got {raw['precision']!r}"
+                f"{folder / EXPORT_NAME}: precision must be one of {', '.join(get_args(Precision))}, got "
+                f"{raw['precision']!r}"
             )
         return ExportManifest(
             **raw
@@ -77,12 +128,6 @@ def load_export(folder: Path) -> ExportManifest:
                 "files": tuple(ExportedFile(**file) for file in raw["files"]),
             }
         )
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder}: has no {EXPORT_NAME}; make it with `dspark-build export`"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _bindings(raw: list[dict[str, Any]]) -> tuple[Binding, ...]:
@@ -103,13 +148,13 @@ def check_files(folder: Path, manifest: ExportManifest, *, contents: bool = Fals
         size = path.stat().st_size if path.is_file() else -1
         if size != file.num_bytes:
             found = "is missing" if size < 0 else f"has {size} bytes"
-            raise CheckpointError(f"{path}: must have {file.num_bytes} bytes, {found}; export again")
+            raise CheckpointError(f"{path}: must have {file.num_bytes} bytes, {found}; {manifest.mend}")
         if contents:
             with path.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != file.sha256:
                 raise CheckpointError(
-                    f"{path}: sha256 must be {file.sha256[:16]}..., got {digest[:16]}...; export again"
+                    f"{path}: sha256 must be {file.sha256[:16]}..., got {digest[:16]}...; {manifest.mend}"
                 )
 
 
@@ -144,8 +189,10 @@ def check_pair(
             continue
         if isinstance(found, tuple) and isinstance(asked, tuple):
             found, asked = _first_difference(found, asked)
-        mend = f"set page_size: {found}, or export again" if field == "page_size" else "export again"
-        raise CheckpointError(f"{field}: the export was made for {found}, asked for is {asked}; {mend}")
+        mend = f"set page_size: {found}, or {manifest.mend}" if field == "page_size" else manifest.mend
+        raise CheckpointError(
+            f"{field}: the {manifest.made} was made for {found}, asked for is {asked}; {mend}"
+        )
 
 
 def _first_difference(

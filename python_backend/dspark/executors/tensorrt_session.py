@@ -24,6 +24,12 @@ class Call:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of every tensor in the plan, by name
     outputs: tuple[str, ...]  # those that the host reads afterwards
 
+    def __str__(self) -> str:
+        told = ", ".join(
+            f"{name} {list(shape)}" for name, shape in self.shapes if not name.startswith("kv_cache")
+        )
+        return f"a call of {told}"
+
 
 class Session(Protocol):
     """One graph and its memory. Not for several threads."""

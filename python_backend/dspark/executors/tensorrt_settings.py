@@ -16,7 +16,7 @@ from dspark.executors.tensorrt_buckets import EngineShapes
 from dspark.executors.tensorrt_loading import (
     Backend,
     EnginePair,
-    built_shapes,
+    built_engine,
     checked_export,
     engine_shapes,
     load_engine_pair,
@@ -54,12 +54,12 @@ def load_served_engine(
     folder = _folder(config, base)
     backend = cast(Backend, config.executor)
     checkpoint = load_drafter_checkpoint(spec, target=target.config) if outline.feature_layer_ids else None
+    built = built_engine(folder).shapes if backend == "tensorrt" else None
     manifest = checked_export(
         folder, target=target.config, drafter=checkpoint, page_size=config.page_size
     )  # before its numbers are believed
-    problems, built, longest = [], None, target.config.max_context_len
-    if backend == "tensorrt":
-        built = built_shapes(folder)
+    problems, longest = [], target.config.max_context_len
+    if built is not None:
         longest = min(longest, _longest_context(built, config.page_size, outline.block_size))
     asked = replace(config, max_context_len=config.max_context_len or longest)
     dtype = DTYPE_NAMES[manifest.precision]
