@@ -49,6 +49,8 @@ class ServeConfig:
     max_context_len: 0 = the model's own.
     max_step_tokens: prompt tokens computed in one step beside the decoding rows.
     num_threads: 0 = one per core.
+    max_request_ms: milliseconds from arrival after which every request ends with what there is of its answer; 0 = no
+        limit. It bounds what is computed for clients that have left without Triton noticing.
     """
 
     target: str = ""
@@ -69,6 +71,7 @@ class ServeConfig:
     cache_bytes: int = 1 << 30
     num_threads: int = 0
     max_queue_size: int = 1024
+    max_request_ms: int = 600_000
 
 
 def parse_bytes(value: object) -> int:
@@ -158,6 +161,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "cache_bytes": _cache_bytes,
     "num_threads": _whole(0, 4096),
     "max_queue_size": _whole(1, 1 << 20),
+    "max_request_ms": _whole(0, 2**31 - 1),
 }
 assert set(_PARSERS) == {f.name for f in fields(ServeConfig)}
 

@@ -206,6 +206,26 @@ def test_a_full_queue_refuses_at_once_and_lets_go_again(repository):
         until_idle(server)
 
 
+def test_what_nobody_waits_for_any_more_ends_at_the_limit(repository):
+    """Triton does not look at the connection of a plain `/generate` before it answers; the limit frees its place."""
+    with server_process(repository, settings={"max_request_ms": 1500}) as server:
+        command(server, "slow")
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        body = json.dumps({"text_input": "x", **LONG, "stream": False})
+        connection.request("POST", "/v2/models/dspark/generate", body)
+        until(lambda: command(server, "stats")["num_running"] == 1)
+        connection.close()
+        until_idle(server)
+        # A shorter limit of the request's own holds beside it, a longer one does not.
+        shorter, longer = (
+            ask(server, text_input="x", **LONG, timeout_ms=limit_ms, return_finish_reason=True)
+            for limit_ms in (200, 60_000)
+        )
+        for reply in (shorter, longer):
+            assert reply.last["finish_reason"][0] == b"timeout" and reply.finals == 1
+        assert 0 <= len(shorter.ids) < len(longer.ids) < 3000
+
+
 # ---- the log ---------------------------------------------------------------------------------------------
 
 

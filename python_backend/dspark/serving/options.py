@@ -27,6 +27,7 @@ _SETTINGS: Final = (
     "cache_bytes",
     "num_threads",
     "max_queue_size",
+    "max_request_ms",
 )
 
 
@@ -51,6 +52,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--max-context-len", type=int, metavar="N", help="tokens of prompt and answer")
     model.add_argument("--max-step-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
     model.add_argument("--max-queue-size", type=int, metavar="N", help="requests that may wait")
+    model.add_argument(
+        "--max-request-ms", type=int, metavar="MS", help="longest a request may take; 0 = no limit"
+    )
     model.add_argument("--cache-bytes", metavar="BYTES", help="all caches together, e.g. 1GiB")
     model.add_argument("--num-threads", type=int, metavar="N", help="0 = one per core")
     server = parser.add_argument_group("server")

@@ -104,6 +104,7 @@ class TritonPythonModel:
         self._metrics = MetricsThread(self._telemetry, runtime.engine.stats)
         self._spans = SpanExporter.of_environment()
         self._outbox = Outbox(engine_alive=lambda: runtime.engine.alive)
+        self._max_request_s = config.max_request_ms / 1e3
         self._runtime = runtime
         self._stopping = threading.Event()
         _set_loaded_apart()
@@ -157,7 +158,8 @@ class TritonPythonModel:
         if parsed.cancels:
             self._cancel_others(stream)
             return
-        timeout_s = parsed.timeout_ms / 1e3 or request.timeout() / 1e6  # Triton's own is in microseconds
+        asked_s = parsed.timeout_ms / 1e3 or request.timeout() / 1e6  # Triton's own is in microseconds
+        timeout_s = min((limit_s for limit_s in (asked_s, self._max_request_s) if limit_s), default=0.0)
         runtime.engine.submit(
             Request(
                 prompt_ids=parsed.prompt_ids,
