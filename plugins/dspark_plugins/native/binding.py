@@ -98,6 +98,19 @@ class _HeadConfig(ct.Structure):
     )
 
 
+class TreeCall(ct.Structure):
+    """One call of `NativeHead.tree`; the fields are DSparkTreeCall's of dspark_tree.h, arrays as addresses."""
+
+    _fields_ = (
+        *(
+            (name, ct.c_int32)
+            for name in ("num_sequences", "steps", "width", "branch", "max_nodes", "reserved")
+        ),
+        *((name, ct.c_void_p) for name in ("anchors", "hidden", "logits", "tokens", "parents", "depths")),
+        *((name, ct.c_void_p) for name in ("ranks", "log_q", "rating", "num_nodes")),
+    )
+
+
 _handle, _i32, _i64, _ptr, _text = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_void_p, ct.c_char_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_isa": (_text, (_text,)),
@@ -118,6 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_decoder_set_norm": (None, (_handle, _i32, _i32, _ptr, _i32)),
     "dspark_decoder_set_ends": (None, (_handle, _handle, _handle)),
     "dspark_decoder_allocate_cache": (_i32, (_handle, _i64)),
+    "dspark_decoder_move_cache": (None, (_handle, _i32, _ptr, _ptr)),
     "dspark_decoder_forward": (None, (_handle, ct.POINTER(Pass))),
     "dspark_decoder_append": (None, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
@@ -125,6 +139,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_head_greedy": (None, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_step": (None, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_confidence": (None, (_handle, _i32, _ptr, _ptr, _ptr)),
+    "dspark_tree_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
+    "dspark_tree_destroy": (None, (_handle,)),
+    "dspark_tree_build": (None, (_handle, ct.POINTER(TreeCall))),
     "dspark_read_seconds": (ct.c_double, (_handle, _text, _i64)),
 }
 
@@ -337,6 +354,13 @@ class NativeDecoder:
         if self._library.dspark_decoder_allocate_cache(self.handle, num_slots):
             raise NativeError(f"no memory for a cache of {num_slots} slots")
 
+    def move_cache(self, from_slots: Int32, to_slots: Int32) -> None:
+        """Copy keys and values of every layer from slot to slot [n], in order."""
+        with self.pool.lock:
+            self._library.dspark_decoder_move_cache(
+                self.handle, len(from_slots), _address(from_slots), _address(to_slots)
+            )
+
     def forward(self, call: Pass) -> None:
         with self.pool.lock:
             self._library.dspark_decoder_forward(self.handle, ct.byref(call))
@@ -421,11 +445,26 @@ class NativeHead:
             isa=_wanted_isa(),
         )
         self.handle = self._library.dspark_head_create(ct.byref(config), pool.handle)
+        self.makes_trees = kind in (
+            "none",
+            "vanilla",
+        )  # the others carry more than the last token along a path
+        self._tree = (
+            self._library.dspark_tree_create(ct.byref(config), pool.handle) if self.makes_trees else None
+        )
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self._library.dspark_head_destroy(self.handle)
             self.handle = None
+        if getattr(self, "_tree", None):
+            self._library.dspark_tree_destroy(self._tree)
+            self._tree = None
+
+    def tree(self, call: TreeCall) -> None:
+        """Grow the trees of a call whose arrays the caller made."""
+        with self._pool.lock:
+            self._library.dspark_tree_build(self._tree, ct.byref(call))
 
     def greedy(
         self, anchors: Int32, hidden: Float32, logits: Float32, *, with_confidence: bool

@@ -60,6 +60,7 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   bool allocate_cache(int64_t num_slots);
+  void move_cache(int num, const int32_t* from, const int32_t* to);
   void forward(const DSparkPass& pass);
   void append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
               const int32_t* slots, const float* cos, const float* sin);
@@ -158,6 +159,26 @@ bool Decoder::allocate_cache(int64_t num_slots) {
   cache_bytes_ = layer_bytes_ * static_cast<int64_t>(layers.size());
   cache_ = map_pages(cache_bytes_);
   return cache_ != nullptr;
+}
+
+// Copy keys and values of every layer from slot to slot, one after the other.
+void Decoder::move_cache(int num, const int32_t* from, const int32_t* to) {
+  const int64_t element = cache_dtype_ == kFloat32 ? 4 : 2, lane = 16 * element;
+  for (int l = 0; l < static_cast<int>(layers.size()); ++l) {
+    const CacheLayer c = cache_layer(l);
+    for (int i = 0; i < num; ++i) {
+      const auto key = [&](int slot) {  // of head 0, dimension 0
+        return c.keys + int64_t{slot / 16} * kv_heads_ * dim_ * lane + slot % 16 * element;
+      };
+      const uint8_t* source = key(from[i]);
+      uint8_t* target = key(to[i]);
+      for (int j = 0; j < kv_heads_ * dim_; ++j) {
+        std::memcpy(target + j * lane, source + j * lane, static_cast<size_t>(element));
+      }
+      const int64_t row = int64_t{kv_heads_} * dim_pad_ * element;
+      std::memcpy(c.values + to[i] * row, c.values + from[i] * row, static_cast<size_t>(row));
+    }
+  }
 }
 
 CacheLayer Decoder::cache_layer(int layer) const {
@@ -598,6 +619,10 @@ void dspark_decoder_set_ends(void* decoder, void* embedding, void* head) {
 
 int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots) {
   return static_cast<Decoder*>(decoder)->allocate_cache(num_slots) ? 0 : -1;
+}
+
+void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to) {
+  static_cast<Decoder*>(decoder)->move_cache(num, from, to);
 }
 
 void dspark_decoder_forward(void* decoder, const DSparkPass* pass) { static_cast<Decoder*>(decoder)->forward(*pass); }

@@ -51,6 +51,8 @@ DSPARK_API void dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t wh
 DSPARK_API void dspark_decoder_set_ends(void* decoder, void* embedding, void* head);
 /* Returns 0, or -1 when there is no memory. */
 DSPARK_API int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots);
+/* Copy keys and values of every layer from slot from[i] to slot to[i], in order. */
+DSPARK_API void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to);
 
 typedef struct {
   int32_t num_rows, num_sequences, max_pages, page_size, mask_words, visibility, num_logit_rows, num_taps;
