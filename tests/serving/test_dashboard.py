@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 from dspark.serving import dashboard as dashboard_module
 from dspark.serving.dashboard import Dashboard
@@ -19,23 +20,24 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 @pytest.fixture
 def looks_see_work(monkeypatch):
-    """Hold every look back until eight blocks were verified since the one before.
+    """Hold every look back until eight blocks were verified, and eight tokens told, since the one before.
 
-    The browser's virtual time waits for the network alone: its seconds may pass in a few real milliseconds.
+    The browser's virtual time waits for the network alone: its seconds may pass in a few real milliseconds. Both,
+    since a look may fall between the writing of one counter and the next.
     """
-    of_server, seen = dashboard_module._metrics, [0.0]
+    of_server, seen = dashboard_module._metrics, np.zeros(2)
+    counters = rb"dspark_spec_decode_num_drafts_total", rb"dspark_generation_tokens_total"
 
-    def blocks(body):
-        return sum(
-            map(float, re.findall(rb"^dspark_spec_decode_num_drafts_total\S* (\S+)$", body, re.MULTILINE))
-        )
+    def counts(body):
+        found = [re.findall(rb"^" + name + rb"\S* (\S+)$", body, re.MULTILINE) for name in counters]
+        return np.array([sum(map(float, values)) for values in found])
 
     def metrics(url):
         end_s = time.monotonic() + 10
         while True:
             status, body, kind = of_server(url)
-            if blocks(body) >= seen[0] + 8 or time.monotonic() > end_s:
-                seen[0] = blocks(body)
+            if (counts(body) >= seen + 8).all() or time.monotonic() > end_s:
+                seen[:] = counts(body)
                 return status, body, kind
             time.sleep(0.05)
 
@@ -105,8 +107,17 @@ def test_a_browser_shows_the_figures(dashboard, server, tmp_path):
     finally:
         busy.set()
         working.join()
-    assert "live, every two seconds" in page
+    assert 'id="state">live, every two seconds' in page
     tiles = dict(re.findall(r'id="tile-([a-z-]+)">([^<]*)<', page))
-    assert float(tiles["tokens"]) > 0 and float(tiles["accepted"]) >= 1.0
-    assert page.count("<rect") >= 6 and "<polyline" in page
+    assert float(tiles["tokens"]) > 0 and float(tiles["accepted"]) >= 1.0, tiles
+    charts = dict(re.findall(r'id="chart-([a-z]+)"[^>]*>(.*?)</svg>', page))
+    drawn = {
+        "rate": "<polyline",
+        "requests": "<polyline",
+        "positions": "<rect",
+        "load": "<circle",
+        "phases": "<rect",
+    }
+    assert charts.keys() == {*drawn, "reliability"} and "NaN" not in page
+    assert all(shape in charts[name] for name, shape in drawn.items())
     assert shot.read_bytes().startswith(b"\x89PNG") and shot.stat().st_size > 10_000
