@@ -23,7 +23,7 @@ __all__ = ["add_doctor_arguments", "run_doctor"]
 
 _READY_S: Final = 10.0  # with the curve of this machine kept
 _STOPPED_S: Final = 5.0  # when idle
-_PORTS: Final = {"http": 8000, "grpc": 8001, "metrics": 8002, "live page": 8003}
+_PORTS: Final = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

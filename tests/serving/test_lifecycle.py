@@ -1,10 +1,13 @@
 """How a server starts, stops, breaks and comes back; nothing may be left running."""
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -160,6 +163,46 @@ def test_a_taken_port_is_named(repository):
         with pytest.raises(ConfigError, match=f"http-port: got {port} on 127.0.0.1, which cannot be used"):
             server.start()
         assert server.stop()
+
+
+@pytest.mark.parametrize("name", ["dashboard-port", "openai-port"])
+def test_a_taken_port_is_refused_before_anything_is_loaded(repository, name):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Serve("--model-repository", repository, f"--{name}", port) as serve:
+            assert serve.ends() == 2
+    assert f"{name}: got {port} on 127.0.0.1, which cannot be used" in serve.said
+    assert "or 0 to let one be chosen" in serve.said and "starting" not in serve.said
+
+
+def test_one_port_given_twice_is_refused(repository):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = ("--http-port", port, "--dashboard-port", port)
+    with Serve("--model-repository", repository, *given) as serve:
+        assert serve.ends() == 2
+    assert f"dashboard-port: got {port} on 127.0.0.1, which cannot be used" in serve.said
+
+
+@pytest.mark.parametrize("options", [(), ("--dashboard-port", 0)])
+def test_the_live_page_finds_a_free_port(repository, tmp_path, options):
+    """By itself where its usual one is taken, or where a free one was asked for."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody else's: just as well
+            taken.bind(("127.0.0.1", 8003))
+            taken.listen()
+        given = ("--model-repository", repository, "--log-file", tmp_path / "log")
+        with Serve(*given, *options) as serve:
+            url = re.search(r"http://127\.0\.0\.1:(\d+)/", serve.until_says("live page: "))
+            assert url is not None and url[1] != "8003"
+            with urllib.request.urlopen(url[0], timeout=10) as response:
+                assert b"<title>dspark</title>" in response.read()
+            serve.process.send_signal(signal.SIGTERM)
+            assert serve.ends() == 0
 
 
 def test_a_server_that_was_not_started_says_so():

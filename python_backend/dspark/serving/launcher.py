@@ -31,6 +31,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes; return 0 stopped as asked, 1 failed, 2 cannot be started so."""
     stop = _StopSignals()
     try:
+        _check_ports(args)
         server = ServerProcess(options=server_options(args), settings=checked_settings(args), progress=_say)
     except DSparkError as error:
         _say(f"error: {error}")
@@ -66,6 +67,18 @@ def run_serve(args: argparse.Namespace) -> int:
         if gateway is not None:
             gateway.stop(drain=False)
         server.stop(drain_timeout_s=0.0)
+
+
+def _check_ports(args: argparse.Namespace) -> None:
+    """Refuse a port that is taken or given twice, before a model is loaded for nothing.
+
+    Raises:
+        ConfigError: naming the port.
+    """
+    names = ["grpc", "http", "metrics"]
+    names += ["openai"] if args.openai_port is not None else []
+    names += ["dashboard"] if args.dashboard_port is not None and not args.no_dashboard else []
+    choose_ports(args.host, {f"{name}-port": getattr(args, f"{name}_port") for name in names})
 
 
 def _gateway(args: argparse.Namespace, server: ServerProcess) -> GatewayProcess | None:
@@ -128,10 +141,10 @@ class _StopSignals:
 
 
 def _dashboard(args: argparse.Namespace, server: ServerProcess) -> Dashboard | None:
-    """Return the live page, served.
+    """Return the live page, served: where it was asked for, else on its usual port or on a free one.
 
     Raises:
-        ConfigError: the port that was asked for cannot be used.
+        ConfigError: the port that was asked for has been taken since the start.
     """
     if args.no_dashboard:
         return None
