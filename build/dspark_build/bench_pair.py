@@ -111,7 +111,7 @@ def load_pair(
         checkpoint, executor=executor, dtype="auto", layer_ids=outline.feature_layer_ids, config=config
     )
     drafting = load_drafter(
-        spec, target=checkpoint.config, target_executor=loaded, executor=executor, dtype=loaded.dtype
+        spec, target=checkpoint.config, target_executor=loaded, executor=executor, dtype="auto"
     )
     limits = engine_limits(config, loaded, drafting)
     loaded.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)

@@ -129,6 +129,7 @@ def decode(
     threads: int,
     executor: str = "auto",
     dtype: str = "auto",
+    drafter_dtype: str = "auto",
     tell: Callable[[str], None],
 ) -> SpeculativeRun:
     """Decode every prompt with the whole block verified at each step.
@@ -146,6 +147,7 @@ def decode(
         target=target,
         drafter=drafter,
         dtype=dtype,
+        drafter_dtype=drafter_dtype,
         executor=executor,
         max_batch_size=batch,
         num_threads=threads,

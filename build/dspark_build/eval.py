@@ -43,6 +43,9 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--executor", choices=("auto", "native", "torch"), default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--drafter-dtype", default="auto", help="of the drafter's weights (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0 = one per core")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -66,6 +69,7 @@ def run_eval(args: argparse.Namespace) -> int:
         threads=args.threads,
         executor=args.executor,
         dtype=args.dtype,
+        drafter_dtype=args.drafter_dtype,
         tell=say,
     )
     temperatures = _temperatures(args, run.records.block_size)

@@ -64,7 +64,7 @@ def run_profile(args: argparse.Namespace) -> int:
         checkpoint, executor=executor, dtype=config.dtype, layer_ids=layer_ids, config=config
     )
     drafter = load_drafter(
-        args.drafter, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
+        args.drafter, target=checkpoint.config, target_executor=target, executor=executor, dtype="auto"
     )
     most = args.max_tokens or args.max_batch * (1 + block_size)
     say(f"target {args.target} on {target.name}, {target.dtype}; drafter {drafter.name}; up to {most} rows")

@@ -35,20 +35,24 @@ _QUICK_CONTEXT = 256  # cached tokens of its long passes
 _LEAST_ROWS = 8  # a curve over fewer rows says nothing
 
 
-def fingerprint_of(target: TargetExecutor, *, drafter: str, num_threads: int = 0) -> Fingerprint:
+def fingerprint_of(
+    target: TargetExecutor, *, drafter: str, drafter_dtype: str = "auto", num_threads: int = 0
+) -> Fingerprint:
     """Return what a curve of this pair holds for.
 
     Arguments:
         drafter: name or folder.
+        drafter_dtype: the setting of this name.
         num_threads: what was asked for, for an executor that does not tell; 0 = its own choice.
     """
+    identity = drafter_identity(drafter)
     return Fingerprint(
         machine=machine_name(),
         executor=target.name,
         dtype=target.dtype,
         num_threads=int(getattr(target, "num_threads", num_threads)),
         target_hash=target.config.model_hash,
-        drafter=drafter_identity(drafter),
+        drafter=identity if drafter_dtype == "auto" else f"{identity} in {drafter_dtype}",
     )
 
 
@@ -74,7 +78,9 @@ def starting_curve(
     """
     if config.capacity == "none":
         return None
-    expected = fingerprint_of(target, drafter=spec, num_threads=config.num_threads)
+    expected = fingerprint_of(
+        target, drafter=spec, drafter_dtype=config.drafter_dtype, num_threads=config.num_threads
+    )
     if config.capacity != "auto":
         path = Path(config.capacity).expanduser()
         if base is not None and not path.is_file():

@@ -15,9 +15,13 @@ from typing import Literal
 from dspark.errors import ConfigError
 from dspark.scheduling.policy import POLICIES, parse_policy
 
-__all__ = ["ServeConfig", "load_serve_config", "parse_bytes", "read_settings"]
+__all__ = ["ServeConfig", "drafter_dtype", "load_serve_config", "parse_bytes", "read_settings"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+EXECUTOR_DTYPES = {  # of those that read checkpoints
+    "native": ("auto", "float32", "bfloat16", "int8"),
+    "torch": ("auto", "float32", "bfloat16", "float16"),
+}
 ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
 EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS, "tensorrt_llm")
 Rule = Literal["auto", "rejection", "coupled"]
@@ -33,6 +37,9 @@ class ServeConfig:
         trained for this target, else `ngram`).
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
+    drafter_dtype: of a trained drafter's weights. Verification is lossless whatever a drafter computes in, so it may be
+        narrower than the target: `auto` is int8 with the native executor, else the
+        target's. Engines hold their drafter as they were built: `auto`.
     executor: `auto` (the fastest of native and torch that runs here), `native`, `torch`; or what runs the folder
         that `engine` names: `tensorrt` (plans, on a GPU), `onnxruntime` (the exported graphs on the CPU, slowly: for
         checking an export); or `tensorrt_llm`, TensorRT-LLM's own engine on several GPUs.
@@ -57,6 +64,7 @@ class ServeConfig:
     drafter: str = "auto"
     prompt_lookup: bool = False
     dtype: str = "auto"
+    drafter_dtype: str = "auto"
     executor: str = "auto"
     engine: str = ""
     policy: str = "auto"
@@ -72,6 +80,16 @@ class ServeConfig:
     num_threads: int = 0
     max_queue_size: int = 1024
     max_request_ms: int = 600_000
+
+
+def drafter_dtype(wanted: str, *, executor: str, target_dtype: str) -> str:
+    """Return the type that a trained drafter's weights get; only `auto` is resolved.
+
+    With native code it is int8: half the time of bfloat16, and no shorter accepted drafts (docs/benchmarks.md).
+    """
+    if wanted != "auto":
+        return wanted
+    return "int8" if executor == "native" else target_dtype
 
 
 def parse_bytes(value: object) -> int:
@@ -147,6 +165,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "drafter": _text,
     "prompt_lookup": _boolean,
     "dtype": _one_of(*DTYPES),
+    "drafter_dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),
     "engine": _text,
     "policy": _policy,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dspark.config import ENGINE_EXECUTORS, ServeConfig
+from dspark.config import ENGINE_EXECUTORS, ServeConfig, drafter_dtype
 from dspark.errors import DSparkError
 from dspark.models.config import DecoderConfig, TargetConfig
 
@@ -178,7 +178,8 @@ def _memory(
     """Yield the pages that the cache holds, and whether weights and caches fit into memory."""
     page_bytes = _page_bytes(target.decoder, config.page_size, executor=executor, dtype=dtype)
     if drafter is not None:
-        page_bytes += _page_bytes(drafter, config.page_size, executor=executor, dtype=dtype)
+        own = drafter_dtype(config.drafter_dtype, executor=executor, target_dtype=dtype)
+        page_bytes += _page_bytes(drafter, config.page_size, executor=executor, dtype=own)
     context = min(config.max_context_len or target.max_context_len, target.max_context_len)
     if config.max_context_len > target.max_context_len:
         allowed = f"allowed is at most the model's {target.max_context_len}"

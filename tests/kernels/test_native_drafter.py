@@ -114,6 +114,25 @@ def test_float32_equals_the_torch_reference(tmp_path: Path, kind: str) -> None:
     close(greedy.confidence_logits, wanted.confidence_logits)
 
 
+def test_auto_takes_int8_beside_any_native_target(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path, "rnn_reduced")
+    folder = str(tmp_path / "rnn_reduced")
+    layers = peek_drafter(folder, TARGET).feature_layer_ids
+    for dtype in DTYPES:
+        target = NativeTarget(
+            TARGET,
+            DictWeights(random_weights(TARGET)),
+            dtype=dtype,
+            feature_layer_ids=layers,
+            num_threads=1,
+        )
+        given: dict[str, Any] = {"target": TARGET, "target_executor": target, "executor": "native"}
+        narrow = load_drafter(folder, **given, dtype="auto").executor  # type: ignore[attr-defined]
+        wide = load_drafter(folder, **given, dtype="float32").executor  # type: ignore[attr-defined]
+        assert (narrow.dtype, wide.dtype) == ("int8", "float32")
+        assert narrow.arena.num_bytes < wide.arena.num_bytes
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fused_greedy_block_draws_what_single_steps_draw(tmp_path: Path, kind: str, dtype: str) -> None:

@@ -42,6 +42,7 @@ max_batch_size: 0
 page_size: wide
 cache_bytes: 5 parsecs
 dtype: int8
+drafter_dtype: int8
 colour: red
 """
     told = problems(base, text, {"executor": "torch", "rule": "luck"}, {"DSPARK_MAX_QUEUE_SIZE": "-1"})
@@ -60,6 +61,7 @@ colour: red
         "calibration: got 'gone.json', allowed is a file, auto or none",
         "learned_calibration: got '/', which is a folder; allowed is",
         "dtype: got 'int8', allowed with the torch executor is auto, float32, bfloat16, float16",
+        "drafter_dtype: got 'int8', allowed with the torch executor is auto, float32, bfloat16, float16",
     ]
     assert len(told) == len(begins)
     for line, begin in zip(told, begins, strict=True):

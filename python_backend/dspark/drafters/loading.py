@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from dspark.config import drafter_dtype
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.interface import Drafter
@@ -62,7 +63,8 @@ def load_drafter(
         target: the target's configuration.
         target_executor: gives embedding and LM head where the checkpoint has none of its own.
         executor: what runs a checkpoint; auto takes the native one where it can be loaded, else torch.
-        dtype, device: of a checkpoint's weights; the native executor runs on the CPU only.
+        dtype: of a checkpoint's weights; auto as the setting drafter_dtype has it.
+        device: of a checkpoint's weights; the native executor runs on the CPU only.
 
     Raises:
         ConfigError: not a drafter, an unknown executor, or one that cannot be loaded.
@@ -79,6 +81,7 @@ def load_drafter(
         )
     build = _executor_class(executor, device)
     native = build.__name__ == "NativeBlockDrafter"
+    dtype = drafter_dtype(dtype, executor="native" if native else "torch", target_dtype=target_executor.dtype)
     options: dict[str, Any] = {} if native else {"device": device}
     if native and target_executor.name == "native":
         options["target"] = target_executor  # its packed embedding and head are shared, its threads too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dspark.config import ENGINE_EXECUTORS, ServeConfig
+from dspark.config import ENGINE_EXECUTORS, EXECUTOR_DTYPES, ServeConfig
 from dspark.drafters.interface import Drafter
 from dspark.drafters.loading import DrafterOutline, load_drafter
 from dspark.errors import ConfigError
@@ -52,6 +52,11 @@ def load_pair(
         used = drafter or load_drafter(spec, target=checkpoint.config, target_executor=engine)
         return LoadedPair(engine, used, longest)
     executor = choose_executor(config.executor)
+    if config.drafter_dtype not in EXECUTOR_DTYPES[executor]:
+        raise ConfigError(
+            f"drafter_dtype: got {config.drafter_dtype!r}, allowed with the {executor} executor is "
+            + ", ".join(EXECUTOR_DTYPES[executor])
+        )
     target = make_target(
         checkpoint,
         executor=executor,
@@ -60,7 +65,7 @@ def load_pair(
         config=config,
     )
     loaded = load_drafter(
-        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=target.dtype
+        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=config.drafter_dtype
     )
     return LoadedPair(target, loaded, checkpoint.config.max_context_len)
 

@@ -120,7 +120,7 @@ class NativeBlockDrafter:
             head = self._target.head
             if checkpoint.draft_to_target is None:
                 return head
-            return self._packed(head.rows(checkpoint.draft_to_target), head.dtype)
+            return self._packed(head.rows(checkpoint.draft_to_target))
         return self._packed(checkpoint.head(given))
 
     def _load_head(self, checkpoint: DrafterCheckpoint, weights: WeightSource, side_dtype: str) -> NativeHead:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
-from dspark.config import ENGINE_EXECUTORS, ServeConfig, read_settings
+from dspark.config import ENGINE_EXECUTORS, EXECUTOR_DTYPES, ServeConfig, read_settings
 from dspark.errors import ConfigError
 from dspark.serving.paths import resolve_paths
 
 __all__ = ["load_checked_config"]
-
-_DTYPES: Final = {  # of each executor
-    "native": ("auto", "float32", "bfloat16", "int8"),
-    "torch": ("auto", "float32", "bfloat16", "float16"),
-}
 
 
 def load_checked_config(
@@ -71,9 +65,15 @@ def _problems(config: ServeConfig, *, given: set[str], base: Path) -> Iterator[s
         config.engine and any((folder / engine).is_dir() for folder in (Path(), base))
     ):
         yield f"engine: got {config.engine!r}, allowed with the {config.executor} executor is an engine's folder"
-    allowed = _DTYPES.get(config.executor)
-    if allowed is not None and config.dtype not in allowed:
-        yield f"dtype: got {config.dtype!r}, allowed with the {config.executor} executor is {', '.join(allowed)}"
+    if config.executor == "auto":
+        return
+    for name, allowed in (
+        ("dtype", EXECUTOR_DTYPES.get(config.executor)),
+        ("drafter_dtype", EXECUTOR_DTYPES.get(config.executor, ("auto",))),
+    ):
+        value = getattr(config, name)
+        if allowed is not None and value not in allowed:
+            yield f"{name}: got {value!r}, allowed with the {config.executor} executor is {', '.join(allowed)}"
 
 
 def _wrong_target(target: str) -> str | None:

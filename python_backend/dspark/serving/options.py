@@ -18,6 +18,7 @@ _SETTINGS: Final = (
     "target",
     "drafter",
     "dtype",
+    "drafter_dtype",
     "executor",
     "engine",
     "policy",
@@ -39,6 +40,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--target", metavar="DIR|FILE.gguf", help="the model to serve")
     model.add_argument("--drafter", metavar="DIR|none|ngram|auto", help="what proposes tokens")
     model.add_argument("--dtype", choices=DTYPES)
+    model.add_argument("--drafter-dtype", choices=DTYPES, help="of a trained drafter's weights")
     model.add_argument("--executor", choices=EXECUTORS)
     model.add_argument(
         "--engine",
