@@ -45,6 +45,8 @@ class ServeConfig:
         checking an export); or `tensorrt_llm`, TensorRT-LLM's own engine on several GPUs.
     engine: folder of `dspark-build engine` (tensorrt) or `dspark-build export` (onnxruntime), made of this target and
         drafter; for tensorrt_llm a YAML file of its LLM arguments (parallelism).
+    device: `cpu`, `cuda` (the first GPU) or `cuda:N`, for the executors torch and tensorrt; `auto` = the first GPU for
+        tensorrt, the CPU for the others. tensorrt_llm takes what CUDA_VISIBLE_DEVICES leaves.
     policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
     capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
         is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).
@@ -67,6 +69,7 @@ class ServeConfig:
     drafter_dtype: str = "auto"
     executor: str = "auto"
     engine: str = ""
+    device: str = "auto"
     policy: str = "auto"
     rule: Rule = "auto"
     capacity: str = "auto"
@@ -136,6 +139,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _device(value: object) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", str(value)) is None:
+        raise ValueError("auto, cpu, cuda, cuda:N")
+    return str(value)
+
+
 def _policy(value: object) -> str:
     text = str(value)
     try:
@@ -168,6 +177,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "drafter_dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),
     "engine": _text,
+    "device": _device,
     "policy": _policy,
     "rule": _one_of(*RULES),
     "capacity": _text,

@@ -154,6 +154,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=int, default=64, help="requests that run together (default: %(default)s)"
     )
     parser.add_argument("--cache-bytes", default="1GiB", help="for the paged caches (default: %(default)s)")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="of torch or tensorrt")
     parser.add_argument("--threads", type=int, default=0, help="0 = one per core (default)")
     parser.add_argument("--json", action="store_true", help="one JSON object per request on standard output")
 
@@ -172,6 +173,7 @@ def run_generate(args: argparse.Namespace) -> int:
             "capacity": args.capacity,
             "max_batch_size": args.max_batch,
             "cache_bytes": args.cache_bytes,
+            "device": args.device,
             "num_threads": args.threads,
         },
         environ={},

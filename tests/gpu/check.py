@@ -13,7 +13,7 @@ from gpu.results import Results
 __all__ = ["NO_GPU", "arguments", "main"]
 
 NO_GPU = 77
-_NAMES = ("kernels", "driver", "timings", "executor", "engine")
+_NAMES = ("kernels", "driver", "timings", "executor", "serving", "engine")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from dspark.executors.interface import StepBatch, TargetExecutor
 
-__all__ = ["Run", "greedy"]
+__all__ = ["PAGE", "Run", "greedy"]
 
-_PAGE = 16
+PAGE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Run:
 def greedy(target: TargetExecutor, prompts: Sequence[Sequence[int]], *, num_tokens: int) -> Run:
     """Decode `num_tokens` of every prompt together: one ragged pass of all prompts, then row by row."""
     longest = max(len(prompt) for prompt in prompts) + num_tokens
-    num_pages = -(-longest // _PAGE)
-    target.allocate_cache(num_pages=num_pages * len(prompts), page_size=_PAGE)
+    num_pages = -(-longest // PAGE)
+    target.allocate_cache(num_pages=num_pages * len(prompts), page_size=PAGE)
     table = np.arange(num_pages * len(prompts), dtype=np.int32).reshape(len(prompts), num_pages)
     context = np.zeros(len(prompts), np.int32)
     new = [list(prompt) for prompt in prompts]
@@ -37,7 +37,7 @@ def greedy(target: TargetExecutor, prompts: Sequence[Sequence[int]], *, num_toke
         owner = np.repeat(np.arange(len(prompts)), rows)
         start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
         positions = (np.arange(len(owner)) - start[owner] + context[owner]).astype(np.int32)
-        slots = table[owner, positions // _PAGE] * _PAGE + positions % _PAGE
+        slots = table[owner, positions // PAGE] * PAGE + positions % PAGE
         batch = StepBatch(
             tokens=np.array([token for tokens in new for token in tokens], np.int32),
             positions=positions,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from dspark.errors import ConfigError
+from dspark.executors.interface import TargetExecutor
 from dspark.models.loading import load_target
 from dspark_build.kernel_report import loads_of
 from dspark_plugins.kernels.chips import CHIPS
@@ -22,7 +25,7 @@ from dspark_plugins.tensorrt.operations import OPERATIONS
 from torch import Tensor
 
 from gpu.cases import Case, awkward_cases, load_case, moved
-from gpu.decode import greedy
+from gpu.decode import PAGE, greedy
 from gpu.device import capture, measure_speed, seconds_of
 from gpu.results import Check, Results, Timing
 
@@ -39,6 +42,7 @@ _NAMES = {
     torch.int64: "i64",
 }
 _MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DRAFTER = Path(__file__).parents[2] / "model_repository" / "dspark" / "1" / "drafter"
 _PROMPTS = ([1, 4, 7, 9, 12], [3], [5, 6, 8] * 11, [2, 9])
 
 
@@ -235,36 +239,81 @@ class Node:
 
 
 def executor(results: Results, time_left: TimeLeft) -> None:
-    """The torch executor decodes the same greedy tokens on this GPU as on the CPU; eager, as it has no graphs."""
+    """The torch executor decodes the CPU's greedy tokens on this GPU: plain, with our operations, and from graphs."""
+    from dspark.executors.tensorrt_loading import engine_shapes
+    from dspark.executors.torch_cuda import pair_on
     from dspark.executors.torch_target import TorchTarget
 
     if not _MODEL.is_file():
         results.left_out.append(f"executor: {_MODEL.name} is not in models/ (make setup puts it there)")
         return
     checkpoint = load_target(_MODEL)
-    runs = {}
-    for device in ("cpu", "cuda"):
-        target = TorchTarget(checkpoint.config, checkpoint.weights, dtype="float32", device=device)
-        runs[device] = greedy(target, _PROMPTS, num_tokens=16)
-        if time_left() < 0:
-            results.left_out.append(f"executor behind {device}: no time left")
-            return
-    for i, (mine, theirs) in enumerate(zip(runs["cuda"].tokens, runs["cpu"].tokens, strict=True)):
-        results.checks.append(
-            Check(
-                "executor",
-                f"greedy tokens of prompt {i}",
-                mine == theirs,
-                f"{mine} on the GPU, {theirs} on the CPU",
-            )
-        )
-    target = TorchTarget(checkpoint.config, checkpoint.weights, dtype="bfloat16", device="cuda")
-    run = greedy(target, _PROMPTS * 4, num_tokens=16)
-    results.timings.append(
-        Timing("executor", "SmolLM2-135M, torch, bf16, eager, 16 rows, whole pass", run.step_s)
+    shapes = engine_shapes(
+        max_sequences=16, max_step_tokens=256, max_context_len=256, page_size=PAGE, block_size=7
     )
-    results.left_out.append("executor with CUDA graphs: the torch executor has none yet")
-    results.left_out.append("serving run: no setting puts an executor on a GPU yet")
+
+    def plain(device: str, dtype: str) -> TargetExecutor:
+        return TorchTarget(checkpoint.config, checkpoint.weights, dtype=dtype, device=device)
+
+    def by_graphs(graph_tokens: int, dtype: str) -> TargetExecutor:
+        sizes = replace(shapes, graph_tokens=graph_tokens)
+        return pair_on(
+            torch.device("cuda"), checkpoint, None, dtype=dtype, shapes=sizes, page_size=PAGE
+        ).target
+
+    kinds: dict[str, Callable[[str], TargetExecutor]] = {
+        "plain": lambda dtype: plain("cuda", dtype),
+        "operations, eager": lambda dtype: by_graphs(0, dtype),
+        "operations, graphs": lambda dtype: by_graphs(64, dtype),
+    }
+    right = greedy(plain("cpu", "float32"), _PROMPTS, num_tokens=16).tokens
+    for kind, make in kinds.items():
+        if time_left() < 0:
+            results.left_out.append(f"executor from {kind} on: no time left")
+            return
+        mine = greedy(make("float32"), _PROMPTS, num_tokens=16).tokens
+        for i, (a, b) in enumerate(zip(mine, right, strict=True)):
+            told = f"{a} on the GPU, {b} on the CPU"
+            results.checks.append(Check("executor", f"{kind}, greedy tokens of prompt {i}", a == b, told))
+        run = greedy(make("bfloat16"), _PROMPTS * 4, num_tokens=16)
+        what = f"SmolLM2-135M, torch, bf16, {kind}, 16 rows, whole pass"
+        results.timings.append(Timing("executor", what, run.step_s))
+
+
+def serving(results: Results, time_left: TimeLeft) -> None:
+    """An engine over the shipped pair answers on this GPU, speculative as plain, and its rates."""
+    from support.engines import answers, make_engine, make_request
+
+    if not _MODEL.is_file():
+        results.left_out.append(f"serving: {_MODEL.name} is not in models/ (make setup puts it there)")
+        return
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cuda",
+        "cache_bytes": 1 << 28,
+        "max_context_len": 512,
+    }
+    found: dict[str, list[list[int]]] = {}
+    for policy in ("none", "fixed:4"):
+        if time_left() < 0:
+            results.left_out.append(f"serving from policy {policy} on: no time left")
+            return
+        engine = make_engine(_MODEL, drafter=_DRAFTER, policy=policy, max_batch_size=8, **given)
+        requests = [make_request(prompt, max_tokens=64) for prompt in _PROMPTS * 2]
+        begin = time.perf_counter()
+        found[policy] = answers(engine, requests)
+        seconds = time.perf_counter() - begin
+        num_tokens = sum(len(answer) for answer in found[policy])
+        what = f"SmolLM2-135M, torch, fp32, policy {policy}, 8 requests, a token"
+        results.timings.append(Timing("serving", what, seconds / num_tokens))
+    results.checks.append(
+        Check(
+            "serving",
+            "speculative answers are the plain ones",
+            found["none"] == found["fixed:4"],
+            "tokens differ",
+        )
+    )
 
 
 def engine(results: Results, time_left: TimeLeft) -> None:
@@ -316,5 +365,6 @@ SECTIONS: dict[str, Callable[[Results, TimeLeft], None]] = {
     "driver": driver,
     "timings": timings,
     "executor": executor,
+    "serving": serving,
     "engine": engine,
 }

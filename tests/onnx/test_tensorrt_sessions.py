@@ -18,6 +18,7 @@ from dspark.executors.interface import DraftBatch, StepBatch
 from dspark.executors.tensorrt_device import CudaDevice, SharedTables
 from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_engine_pair
 from dspark.models.loading import load_target
+from support.step_batches import ragged_step
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import write_tiny_target
 
@@ -103,19 +104,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, *, capability: int = 89, **trt:
 
 
 def ragged(rng: np.random.Generator, rows: list[int], context: list[int]) -> StepBatch:
-    owner = np.repeat(np.arange(len(rows)), rows)
-    start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-    positions = (np.arange(len(owner)) - start[owner] + np.array(context)[owner]).astype(np.int32)
-    table = np.arange(6 * len(rows), dtype=np.int32).reshape(len(rows), 6)[:, ::-1].copy()
-    return StepBatch(
-        tokens=rng.integers(0, 50, len(owner)).astype(np.int32),
-        positions=positions,
-        query_start=start,
-        context_len=np.array(context, np.int32),
-        page_table=table,
-        slots=(table[owner, positions // PAGE] * PAGE + positions % PAGE).astype(np.int32),
-        logit_rows=np.arange(len(owner), dtype=np.int32),
-    )
+    return ragged_step(rng, rows, context, page_size=PAGE)
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -9,6 +9,7 @@ from dspark.config import ENGINE_EXECUTORS, EXECUTOR_DTYPES, ServeConfig
 from dspark.drafters.interface import Drafter
 from dspark.drafters.loading import DrafterOutline, load_drafter
 from dspark.errors import ConfigError
+from dspark.executors.device import chosen_device
 from dspark.executors.interface import TargetExecutor
 from dspark.models.loading import TargetCheckpoint
 
@@ -42,6 +43,7 @@ def load_pair(
         ConfigError: an executor that cannot run here, or settings that it cannot meet.
         CheckpointError: an engine that cannot be used, or is of another pair.
     """
+    device = chosen_device(config.executor, config.device)
     if config.executor in ENGINE_EXECUTORS:
         from dspark.executors.tensorrt_settings import load_served_engine
 
@@ -51,6 +53,12 @@ def load_pair(
         # A builtin drafter has nothing that an engine could run.
         used = drafter or load_drafter(spec, target=checkpoint.config, target_executor=engine)
         return LoadedPair(engine, used, longest)
+    if device != "cpu":
+        from dspark.executors.torch_cuda import load_pair_on
+
+        on_gpu, drafts = load_pair_on(device, checkpoint, spec=spec, outline=outline, config=config)
+        builtin = drafts or load_drafter(spec, target=checkpoint.config, target_executor=on_gpu)
+        return LoadedPair(on_gpu, builtin, checkpoint.config.max_context_len)
     executor = choose_executor(config.executor)
     if config.drafter_dtype not in EXECUTOR_DTYPES[executor]:
         raise ConfigError(

@@ -165,6 +165,7 @@ def load_engine_pair(
     shapes: EngineShapes,
     backend: Backend = "tensorrt",
     num_threads: int = 0,
+    device: int = 0,
 ) -> EnginePair:
     """Load target and, where there is one, drafter.
 
@@ -172,6 +173,7 @@ def load_engine_pair(
         folder: what `dspark-build export` left, for TensorRT with target.plan and drafter.plan beside it.
         shapes: the largest calls; for TensorRT those of `built_engine` or less.
         num_threads: of ONNX Runtime; 0 = one per core.
+        device: CUDA's number of TensorRT's GPU.
 
     Raises:
         CheckpointError: the folder is of another pair, or a file in it cannot be loaded.
@@ -179,7 +181,7 @@ def load_engine_pair(
     """
     manifest = checked_export(folder, target=target.config, drafter=drafter, page_size=page_size)
     open_session = (
-        _cuda_opener(folder, manifest) if backend == "tensorrt" else _onnx_opener(folder, num_threads)
+        _cuda_opener(folder, manifest, device) if backend == "tensorrt" else _onnx_opener(folder, num_threads)
     )
     executor = TensorRTTarget(
         open_session("target"),
@@ -212,12 +214,12 @@ def _onnx_opener(folder: Path, num_threads: int) -> Callable[[str], Session]:
     return open_session
 
 
-def _cuda_opener(folder: Path, manifest: ExportManifest) -> Callable[[str], Session]:
+def _cuda_opener(folder: Path, manifest: ExportManifest, number: int) -> Callable[[str], Session]:
     """Return what opens a plan; both plans read the same tables."""
     from dspark.executors.tensorrt_cuda import CudaSession
     from dspark.executors.tensorrt_device import CudaDevice, SharedTables
 
-    device, built = CudaDevice(), built_engine(folder)
+    device, built = CudaDevice(number), built_engine(folder)
     check_capability(folder, built.sm, device.capability())
     files = [folder / file.name for file in manifest.files if file.name.endswith(TABLE_SUFFIX)]
     tables = SharedTables(device, {path.name.removesuffix(TABLE_SUFFIX): path for path in files})

@@ -11,6 +11,7 @@ from dspark.config import ServeConfig
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.drafters.loading import DrafterOutline
 from dspark.errors import ConfigError
+from dspark.executors.device import chosen_device, gpu_number
 from dspark.executors.tensorrt_bindings import DTYPE_NAMES
 from dspark.executors.tensorrt_buckets import EngineShapes
 from dspark.executors.tensorrt_loading import (
@@ -88,6 +89,7 @@ def load_served_engine(
         shapes=shapes,
         backend=backend,
         num_threads=config.num_threads,
+        device=gpu_number(chosen_device(config.executor, config.device)),
     )
     return ServedEngine(pair, longest)
 

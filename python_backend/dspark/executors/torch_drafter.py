@@ -1,16 +1,21 @@
-"""A DFlash / DSpark drafter in plain torch: the reference, the fallback on CPU, the path on CUDA.
+"""A DFlash / DSpark drafter in torch: the reference, the fallback on CPU, the path on CUDA.
 
 One pass runs all blocks flattened to [R * G] rows. Context keys and values of every layer come from one
 product, written when features are committed; a block reads them and leaves nothing behind. Knows no requests
-and no sampling beyond arg-max.
+and no sampling beyond arg-max. `device_pass` does all of it with `dspark::block_attention` and
+`dspark::block_sample`, over fixed shapes and with nothing that waits, so that it can be a CUDA graph
+(torch_session.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dspark_plugins.ops import block_attention as block_attention_op
+from dspark_plugins.ops import block_sample
 from dspark_plugins.reference.block_attention import block_attention
 from dspark_plugins.reference.rope import rope_tables, rotate
 from torch import Tensor
@@ -52,6 +57,8 @@ class TorchBlockDrafter:
             with the full vocabulary. None is allowed when the checkpoint has one.
         dtype: float32, bfloat16 or float16, of weights, caches and products.
         device: where everything lives.
+        tables: the target's embedding and head on that device, in this dtype; taken as they are where the checkpoint
+            has none of its own, so that they are there once.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -68,6 +75,7 @@ class TorchBlockDrafter:
         target_head: Float32 | None,
         dtype: str,
         device: str = "cpu",
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.config = config = checkpoint.config
         self.dtype = dtype
@@ -76,8 +84,14 @@ class TorchBlockDrafter:
         decoder = config.decoder
         frequencies, self._rope_factor = inverse_frequencies(decoder.rope, decoder.head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(self._device)  # [D / 2] float32
-        self._embedding = self._tensor(checkpoint.embedding(target_embedding))  # [V, d]
-        self._head = self._tensor(checkpoint.head(target_head))  # [Vd, d]
+        given = (None, None) if tables is None else tables
+        whole_head = not checkpoint.own_head and checkpoint.draft_to_target is None
+        embedding = None if checkpoint.own_embedding else given[0]
+        head = given[1] if whole_head else None
+        self._embedding = (  # [V, d]
+            self._tensor(checkpoint.embedding(target_embedding)) if embedding is None else embedding
+        )
+        self._head = self._tensor(checkpoint.head(target_head)) if head is None else head  # [Vd, d]
         weights = checkpoint.weights
         self._fc = self._weight(weights, "fc.weight")
         self._hidden_norm = self._weight(weights, "hidden_norm.weight")
@@ -147,7 +161,7 @@ class TorchBlockDrafter:
         """Allocate context keys and values of every layer, [L, num_slots, Hkv, D] each."""
         decoder = self.config.decoder
         shape = (decoder.num_layers, num_pages * page_size, decoder.num_kv_heads, decoder.head_dim)
-        self._page_size = page_size
+        self.use_pages(page_size)
         self._k_cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._v_cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
@@ -162,18 +176,22 @@ class TorchBlockDrafter:
         """Write the context keys and values of features [N, m*d] into `slots` [N] of every layer."""
         if not len(features):
             return
-        decoder = self.config.decoder
-        num_rows = len(features)
-        hidden = linear(self._tensor(features), self._fc)
-        hidden = rms_norm(hidden, (decoder.hidden_size,), self._hidden_norm, decoder.rms_norm_eps)
-        shape = (num_rows, decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
-        keys, values = linear(hidden, self._context_kv).view(shape).unbind(2)
+        keys, values = self._context_rows(self._tensor(features)).unbind(2)
         tables = self._tables(self._ids(positions))
         at = self._ids(slots)
         for index, layer in enumerate(self._layers):
             key = self._rotated(self._head_norm(keys[:, index], layer.k_norm), tables)
             self._k_cache[index].index_copy_(0, at, key)
             self._v_cache[index].index_copy_(0, at, values[:, index].contiguous())
+
+    def _context_rows(self, features: Tensor) -> Tensor:
+        """Return keys and values [N, L, 2, Hkv, D] of features [N, m * d], neither normed nor rotated."""
+        decoder = self.config.decoder
+        hidden = rms_norm(
+            linear(features, self._fc), (decoder.hidden_size,), self._hidden_norm, decoder.rms_norm_eps
+        )
+        shape = (len(features), decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        return linear(hidden, self._context_kv).view(shape)
 
     # The block
 
@@ -185,20 +203,15 @@ class TorchBlockDrafter:
 
     def _block(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
         """Return hidden [R, G, d] after the final norm and base logits [R, G, Vd]."""
-        config, decoder = self.config, self.config.decoder
-        num_sequences, block_size, d = len(batch.anchors), config.block_size, decoder.hidden_size
+        num_sequences, block_size = len(batch.anchors), self.config.block_size
         anchor_positions = self._ids(batch.anchor_positions)
-        offsets = torch.arange(block_size, device=self._device)
-        tables = self._tables((anchor_positions[:, None] + offsets).reshape(-1))
+        tables = self._tables(self._slot_positions(anchor_positions))
         page_table, context_len = self._ids(batch.page_table), self._ids(batch.context_len)
-        x = self._block_input(batch.anchors)
-        for index, layer in enumerate(self._layers):
-            normed = rms_norm(x, (d,), layer.input_norm, decoder.rms_norm_eps)
-            q = linear(normed, layer.q).view(-1, decoder.num_heads, decoder.head_dim)
-            kv = linear(normed, layer.kv).view(-1, 2, decoder.num_kv_heads, decoder.head_dim)
+
+        def attend(layer: _Layer, index: int, q: Tensor, kv: Tensor) -> Tensor:
             q = self._rotated(self._head_norm(q, layer.q_norm), tables)
             k = self._rotated(self._head_norm(kv[:, 0], layer.k_norm), tables)
-            attended = block_attention(
+            return block_attention(
                 q.view(num_sequences, block_size, *q.shape[1:]),
                 k.view(num_sequences, block_size, *k.shape[1:]),
                 kv[:, 1].reshape(num_sequences, block_size, *k.shape[1:]),
@@ -210,19 +223,105 @@ class TorchBlockDrafter:
                 page_size=self._page_size,
                 window=layer.window,
             )
+
+        hidden, logits = self._layers_over(self._embedding[self._ids(self._block_ids(batch.anchors))], attend)
+        return hidden.view(num_sequences, block_size, -1), logits.view(num_sequences, block_size, -1)
+
+    def _layers_over(
+        self, x: Tensor, attend: Callable[[_Layer, int, Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden [R * G, d] after the final norm and base logits [R * G, Vd] of embeddings [R * G, d].
+
+        Arguments:
+            attend: from a layer, its index, q [R * G, H, D] and kv [R * G, 2, Hkv, D], neither normed nor rotated,
+                to what was attended, [R * G, H * D] in any shape.
+        """
+        decoder = self.config.decoder
+        width, eps = (decoder.hidden_size,), decoder.rms_norm_eps
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(x, width, layer.input_norm, eps)
+            q = linear(normed, layer.q).view(-1, decoder.num_heads, decoder.head_dim)
+            kv = linear(normed, layer.kv).view(-1, 2, decoder.num_kv_heads, decoder.head_dim)
+            attended = attend(layer, index, q, kv)
             x = x + linear(attended.reshape(x.shape[0], -1), layer.o)
-            normed = rms_norm(x, (d,), layer.post_norm, decoder.rms_norm_eps)
+            normed = rms_norm(x, width, layer.post_norm, eps)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
             x = x + linear(silu(gate) * up, layer.down)
-        hidden = rms_norm(x, (d,), self._norm, decoder.rms_norm_eps)
-        logits = linear(hidden, self._head)
-        return hidden.view(num_sequences, block_size, d), logits.view(num_sequences, block_size, -1)
+        hidden = rms_norm(x, width, self._norm, eps)
+        return hidden, linear(hidden, self._head)
 
-    def _block_input(self, anchors: Int32) -> Tensor:
-        """Return the embeddings [R * G, d] of every anchor followed by G - 1 masks."""
+    def _slot_positions(self, anchor_positions: Tensor) -> Tensor:
+        """Return the positions [R * G] of all slots."""
+        offsets = torch.arange(self.config.block_size, device=self._device)
+        return (anchor_positions[:, None] + offsets).reshape(-1)
+
+    def _block_ids(self, anchors: Int32) -> Int32:
+        """Return the tokens [R * G] of every anchor followed by G - 1 masks."""
         ids = np.full((len(anchors), self.config.block_size), self.config.mask_token_id, np.int32)
         ids[:, 0] = anchors
-        return self._embedding[self._ids(ids.reshape(-1))]
+        return ids.reshape(-1)
+
+    # The same on a device, without a wait
+
+    def use_pages(self, page_size: int) -> None:
+        """Tell the page size to a drafter whose caches come with every `device_pass`."""
+        self._page_size = page_size
+
+    def device_pass(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Write new context rows and draft over tensors by the names of `drafter_bindings`; return its outputs."""
+        config = self.config
+        num_sequences, block_size = len(inputs["anchors"]), config.block_size
+        anchor_positions = inputs["anchor_positions"]
+        flat_tables = self._tables(self._slot_positions(anchor_positions))
+        tables = [table.view(num_sequences, block_size, -1) for table in flat_tables]
+        new_tables = [table[:, 0].contiguous() for table in self._tables(inputs["new_positions"])]
+        context = self._context_rows(inputs["features"].to(self._dtype))
+        places = [inputs[name] for name in ("new_slots", "page_table", "context_len")]
+        scale = config.decoder.head_dim**-0.5
+
+        def attend(layer: _Layer, index: int, q: Tensor, kv: Tensor) -> Tensor:
+            new_k = self._head_norm(context[:, index, 0], layer.k_norm)
+            k, v = (part.unflatten(0, (num_sequences, block_size)) for part in kv.unbind(1))
+            attended: Tensor = block_attention_op(
+                self._head_norm(q, layer.q_norm).unflatten(0, (num_sequences, block_size)),
+                self._head_norm(k, layer.k_norm),
+                v,
+                inputs[f"kv_cache.{index}"],
+                *tables,
+                new_k,
+                context[:, index, 1],
+                *new_tables,
+                *places,
+                anchor_positions,
+                self._page_size,
+                scale,
+                layer.window or 0,
+            )
+            return attended
+
+        masks = torch.full_like(inputs["anchors"], config.mask_token_id)[:, None]
+        ids = torch.cat([inputs["anchors"][:, None], masks.expand(-1, block_size - 1)], 1)
+        flat, logits = self._layers_over(self._embedding[ids.reshape(-1).long()], attend)
+        hidden, base = (x.unflatten(0, (num_sequences, block_size)) for x in (flat, logits))
+        return self._drawn(inputs, base, hidden) | {"base_logits": base, "hidden": hidden}
+
+    def _drawn(self, inputs: Mapping[str, Tensor], base: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+        """Return what the sequential head draws of base logits [R, G, Vd] and hidden [R, G, d]."""
+        maps = (self._draft_to_target, self._previous_to_row)
+        weight = None if self._confidence is None else self._confidence[0]
+        bias = None
+        if weight is not None:
+            bias = torch.full((1,), self._confidence_bias, dtype=torch.float32, device=self._device)
+        drawn = block_sample(
+            base,
+            hidden,
+            *(inputs["anchors"], inputs["num_drafts"], inputs["anchor_positions"] + 1),
+            *(inputs[name] for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "coupled")),
+            *(self._w1, self._w2, self._mix, self._mix_bias, weight, bias),
+            *(None if one is None else one.to(torch.int32) for one in maps),
+        )
+        names = ("draft_tokens", "num_tokens", "draft_probs", "confidence_logits")
+        return dict(zip(names, drawn, strict=True))
 
     # Heads
 

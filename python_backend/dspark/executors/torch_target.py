@@ -1,17 +1,19 @@
-"""Runs a Llama or Qwen3 target in plain PyTorch: the fallback on CPUs, the reference, and the CUDA path.
+"""Runs a Llama or Qwen3 target in PyTorch: the fallback on CPUs, the reference, and the CUDA path.
 
 One pass is some twenty calls a layer whatever the batch holds; sequences are told apart in the attention
 alone. The residual stream, the norms, RoPE and the logits are float32, matrices and caches are of the chosen
-dtype.
+dtype. `forward` attends in plain PyTorch; `device_pass` with `dspark::paged_attention`, over fixed shapes and
+with nothing that waits, so that it can be a CUDA graph (torch_session.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dspark_plugins.ops import paged_attention as paged_attention_op
 from dspark_plugins.reference.paged_attention import (
     AttentionPlan,
     paged_attention,
@@ -89,7 +91,7 @@ class TorchTarget:
         with torch.inference_mode():
             self._layers = [self._load_layer(i) for i in range(num_layers)]
             self._norm = self._vector("norm.weight")
-            self._embedding, self._head = self._load_ends()
+            self._embedding, self._head, self._head_table = self._load_ends()
 
     # Loading
 
@@ -120,8 +122,9 @@ class TorchTarget:
             down=_linear(self._matrix(f"{mlp}down_proj.weight")),
         )
 
-    def _load_ends(self) -> tuple[torch.Tensor, Linear]:
-        """Return the embedding [V, d] and the LM head, float32 [M, d] -> float32 [M, V]; a tied table is held once.
+    def _load_ends(self) -> tuple[torch.Tensor, Linear, torch.Tensor | None]:
+        """Return the embedding [V, d], the LM head, float32 [M, d] -> float32 [M, V], and its table where that is
+        kept as it was; a tied table is held once.
 
         Logits rounded to 8 bits would tie by the dozen. CUDA multiplies in the compute dtype and keeps the
         float32 sums; the CPU has no such call, so there the head is float32, and a tied embedding with it.
@@ -129,14 +132,21 @@ class TorchTarget:
         tied, on_cpu = self.config.tie_word_embeddings, self._device.type == "cpu"
         if tied and on_cpu:
             table = self._vector("embed_tokens.weight")
-            return table, _plain_head(table)
+            return table, _plain_head(table), table
         embedding = self._matrix("embed_tokens.weight")
         if on_cpu:
-            return embedding, _linear(self._vector("lm_head.weight"))
+            return embedding, _linear(self._vector("lm_head.weight")), None
         matrix = embedding if tied else self._matrix("lm_head.weight")
         if self._dtype == torch.float32:
-            return embedding, lambda x: F.linear(x, matrix)
-        return embedding, lambda x: torch.mm(x.to(self._dtype), matrix.t(), out_dtype=torch.float32)
+            return embedding, lambda x: F.linear(x, matrix), matrix
+        return embedding, lambda x: torch.mm(x.to(self._dtype), matrix.t(), out_dtype=torch.float32), matrix
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return embedding and head [V, d] where both are kept in the compute dtype, None elsewhere."""
+        head = self._head_table
+        if head is None or not self._embedding.dtype == head.dtype == self._dtype:
+            return None
+        return self._embedding, head
 
     def embedding_and_head(self) -> tuple[Float32, Float32]:
         embedding = self._weights.float32("embed_tokens.weight")
@@ -192,20 +202,68 @@ class TorchTarget:
         )
         cos, sin = rope_tables(self._to_device(batch.positions), self._frequencies, self._rope_factor)
         slots = self._to_device(batch.slots).long()
-        embedded = F.embedding(self._to_device(batch.tokens), self._embedding)
-        hidden = embedded.to(self._dtype).float()  # [T, d]
+
+        def attend(layer: _Layer, index: int, x: torch.Tensor) -> torch.Tensor:
+            return self._attention(layer, self._caches[index], x, plan, slots, cos, sin)
+
+        hidden, features = self._layers_over(self._to_device(batch.tokens), attend)
+        return self._output(
+            hidden.index_select(0, self._to_device(batch.logit_rows)),
+            None if features is None else features.cpu().numpy(),
+        )
+
+    def device_pass(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Run a pass over tensors by the names of `target_bindings`, padding rows included, and return its outputs."""
+        masks = inputs["ancestors"] if inputs["ancestors"].shape[1] else None
+        cos, sin = rope_tables(inputs["positions"], self._frequencies, self._rope_factor)
+        places = [inputs[name] for name in ("page_table", "query_start", "context_len", "slots", "positions")]
+        dim, page_size = self.config.decoder.head_dim, self._page_size
+
+        def attend(layer: _Layer, index: int, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self._queries_keys_values(layer, x)
+            tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+            cache = inputs[f"kv_cache.{index}"]
+            out = paged_attention_op(q, k, v, cache, *tables, *places, masks, page_size, dim**-0.5, 0)
+            return layer.output(out.flatten(1))
+
+        hidden, features = self._layers_over(inputs["tokens"], attend)
+        logits = self._logits(hidden.index_select(0, inputs["logit_rows"]))
+        finite = torch.stack(logits.aminmax(dim=-1)).isfinite().all(dim=0)
+        made = {"logits": logits, "argmax": logits.argmax(dim=-1), "finite": finite}
+        return made if features is None else made | {"features": features}
+
+    def use_pages(self, page_size: int) -> None:
+        """Tell the page size to a target whose caches come with every `device_pass`."""
+        self._page_size = page_size
+
+    def _layers_over(
+        self, tokens: torch.Tensor, attend: Callable[[_Layer, int, torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden [T, d] behind all layers and the features [T, m * d] of rows of tokens [T].
+
+        Arguments:
+            attend: from a layer, its index and normed rows to what is added to the residual stream.
+        """
+        hidden = F.embedding(tokens, self._embedding).to(self._dtype).float()
         taken = {-1: hidden.clone()} if -1 in self.feature_layer_ids else {}
-        for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
-            hidden += self._attention(
-                layer, cache, self._normed(hidden, layer.input_norm), plan, slots, cos, sin
-            )
+        for index, layer in enumerate(self._layers):
+            hidden += attend(layer, index, self._normed(hidden, layer.input_norm))
             hidden += self._mlp(layer, self._normed(hidden, layer.mlp_norm))
             if index in self.feature_layer_ids:
                 taken[index] = hidden.clone()
-        features = (
-            torch.cat([taken[i] for i in self.feature_layer_ids], dim=1).cpu().numpy() if taken else None
-        )
-        return self._output(hidden.index_select(0, self._to_device(batch.logit_rows)), features)
+        return hidden, torch.cat([taken[i] for i in self.feature_layer_ids], dim=1) if taken else None
+
+    def _queries_keys_values(
+        self, layer: _Layer, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q [T, H, D], k and v [T, Hkv, D] before RoPE; q and k float32 behind a QK norm."""
+        decoder = self.config.decoder
+        num_heads, num_kv_heads, dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        qkv = layer.qkv(x).view(-1, num_heads + 2 * num_kv_heads, dim)
+        queries_keys, values = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+        if layer.qk_norm is not None:
+            queries_keys = F.rms_norm(queries_keys.float(), (dim,), eps=decoder.rms_norm_eps) * layer.qk_norm
+        return queries_keys[:, :num_heads], queries_keys[:, num_heads:], values
 
     def _attention(
         self,
@@ -235,7 +293,7 @@ class TorchTarget:
         return F.rms_norm(hidden, weight.shape, weight, self.config.decoder.rms_norm_eps).to(self._dtype)
 
     def _output(self, rows: torch.Tensor, features: Float32 | None) -> TargetOutput:
-        logits = self._head(F.rms_norm(rows, self._norm.shape, self._norm, self.config.decoder.rms_norm_eps))
+        logits = self._logits(rows)
         if not len(rows):
             none = np.empty(0, np.int32)
             return TargetOutput(
@@ -248,6 +306,10 @@ class TorchTarget:
             finite=(lowest.isfinite() & highest.isfinite()).cpu().numpy(),
             features=features,
         )
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [M, V] float32 of hidden rows [M, d]."""
+        return self._head(F.rms_norm(rows, self._norm.shape, self._norm, self.config.decoder.rms_norm_eps))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

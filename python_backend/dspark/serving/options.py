@@ -21,6 +21,7 @@ _SETTINGS: Final = (
     "drafter_dtype",
     "executor",
     "engine",
+    "device",
     "policy",
     "max_batch_size",
     "max_context_len",
@@ -47,6 +48,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="what executor tensorrt or onnxruntime runs; a YAML file for tensorrt_llm",
     )
+    model.add_argument("--device", metavar="auto|cpu|cuda:N", help="where torch or tensorrt run")
     model.add_argument(
         "--policy", metavar="auto|none|fixed:K|threshold:P", help="how many drafts are verified"
     )
