@@ -28,7 +28,7 @@ from dspark.calibration.sts import ece
 from dspark.errors import ConfigError, DSparkError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.scheduling.cost_model import CostModel
-from dspark.scheduling.interface import Bool, Float32, Float64
+from dspark.scheduling.interface import Bool, Float32, Float64, Kinds
 from dspark.scheduling.scheduler import make_scheduler
 
 from dspark_build.bench_pair import BenchPair, load_pair
@@ -67,16 +67,22 @@ class Recorder:
         self.forecasts: list[Float64] = []  # of each step
         self.labels: list[Float64] = []
 
-    def confidence(self, logits: Float32, *, sampled: Bool) -> Float64:
+    def confidence(self, logits: Float32, *, sampled: Kinds) -> Float64:
         return self.inner.confidence(logits, sampled=sampled)
 
-    def observe(self, logits: Float32, labels: Float64, *, sampled: Bool, usable: Bool) -> None:
+    def confidence_of_one(self, logits: Sequence[float], *, sampled: int) -> list[float]:
+        return self.inner.confidence_of_one(logits, sampled=sampled)
+
+    def observe(
+        self, logits: Float32, labels: Float64, *, sampled: Kinds, usable: Bool, num_steps: int = 1
+    ) -> None:
         forecast = self.inner.confidence(logits, sampled=sampled)
         known = ~np.isnan(labels) & ~np.isnan(forecast) & usable[:, None]
-        self.forecasts.append(forecast[known])
-        self.labels.append(labels[known])
+        for kept, values in ((self.forecasts, forecast[known]), (self.labels, labels[known])):
+            kept.append(values)
+            kept += [np.zeros(0)] * (num_steps - 1)  # the steps come some at a time
         if self.learns:
-            self.inner.observe(logits, labels, sampled=sampled, usable=usable)
+            self.inner.observe(logits, labels, sampled=sampled, usable=usable, num_steps=num_steps)
 
     def ece(self) -> Float64:
         return self.inner.ece()

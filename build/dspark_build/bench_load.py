@@ -24,10 +24,9 @@ from dspark.calibration.online import OnlineCalibrator
 from dspark.errors import ConfigError, DSparkError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.scheduling.cost_model import CostModel
-from dspark.scheduling.interface import Scheduler
 from dspark.scheduling.scheduler import make_scheduler
 
-from dspark_build.bench_overhead import measure_overhead, overhead_table
+from dspark_build.bench_overhead import TimedScheduler, measure_overhead, overhead_table
 from dspark_build.bench_pair import BenchPair, load_pair
 from dspark_build.progress import ProgressLine, say
 
@@ -51,6 +50,7 @@ class Turn:
     step_s: float  # mean
     cost_model_error: float  # median, relative; 0 for policies without a cost model
     calibration_ece: float  # mean over positions; 0 without a calibrator
+    scheduler_s: float = 0.0  # mean of a step: policy, calibrator and cost model
 
 
 def add_bench_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,20 +122,22 @@ def run_bench_load(args: argparse.Namespace) -> int:
     return 0
 
 
-def _scheduler(policy: str, pair: BenchPair) -> Scheduler:
-    return make_scheduler(
-        policy,
-        block_size=pair.block_size,
-        has_confidence=pair.has_confidence,
-        cost_model=CostModel(pair.curve) if pair.curve is not None else None,
-        calibrator=pair.calibrator(),
+def _scheduler(policy: str, pair: BenchPair) -> TimedScheduler:
+    return TimedScheduler(
+        make_scheduler(
+            policy,
+            block_size=pair.block_size,
+            has_confidence=pair.has_confidence,
+            cost_model=CostModel(pair.curve) if pair.curve is not None else None,
+            calibrator=pair.calibrator(),
+        )
     )
 
 
 def run_turn(
     pair: BenchPair,
     prompts: Sequence[tuple[int, ...]],
-    scheduler: Scheduler,
+    scheduler: TimedScheduler,
     load: int,
     number: int,
     max_tokens: int,
@@ -156,7 +158,7 @@ def run_turn(
     while len(begun) < load:
         engine.step()
     wanted = produced + load * _TOKENS.get(load, 20)
-    before, started_tokens = asdict(engine.stats()), produced
+    before, started_tokens, started_scheduler_s = asdict(engine.stats()), produced, scheduler.seconds
     started = time.perf_counter()
     while produced < wanted:
         engine.step()
@@ -164,7 +166,7 @@ def run_turn(
         for _ in range(load - now.num_running - now.num_waiting):
             open_ids.append(engine.add(next(requests)))
     seconds = time.perf_counter() - started
-    tokens = produced - started_tokens
+    tokens, scheduler_s = produced - started_tokens, scheduler.seconds - started_scheduler_s
     after = asdict(engine.stats())
     for request_id in open_ids:
         engine.cancel(request_id)
@@ -185,6 +187,7 @@ def run_turn(
         step_s=seconds / max(gone["num_steps"], 1),
         cost_model_error=0.0 if model is None else model.error,
         calibration_ece=statistics.fmean(known) if known else 0.0,
+        scheduler_s=scheduler_s / max(gone["num_steps"], 1),
     )
 
 

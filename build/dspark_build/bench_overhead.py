@@ -1,4 +1,6 @@
-"""What the scheduler itself costs, on one core and on arrays alone: the choice of every verify length of one step."""
+"""What the scheduler itself costs: on arrays alone (the choice of every verify length of one step, on one core), and
+inside an engine, behind passes that empty the caches (`TimedScheduler`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 from dspark.calibration.online import OnlineCalibrator
 from dspark.scheduling.cost_model import CostCurve, CostModel
+from dspark.scheduling.interface import (
+    Bool,
+    Calibrator,
+    CostEstimate,
+    Float32,
+    Int,
+    Int32,
+    Kinds,
+    Scheduler,
+    StepObservation,
+)
 from dspark.scheduling.scheduler import make_scheduler
 
-__all__ = ["Overhead", "measure_overhead", "overhead_table"]
+__all__ = ["Overhead", "TimedScheduler", "measure_overhead", "overhead_table"]
 
 _WANTED_MS = {(256, 8): 0.3, (1024, 16): 2.0}  # most milliseconds by (requests, block)
 
@@ -29,6 +42,61 @@ class Overhead:
     @property
     def at_most_ms(self) -> float:
         return _WANTED_MS[self.num_sequences, self.block_size]
+
+
+class TimedScheduler:
+    """A scheduler that counts the seconds spent in it, calibrator and cost model included."""
+
+    def __init__(self, inner: Scheduler) -> None:
+        self.inner = inner
+        self.policy = inner.policy
+        self.seconds = 0.0  # since it was made
+
+    @property
+    def cost_model(self) -> CostEstimate | None:
+        return self.inner.cost_model
+
+    @property
+    def calibrator(self) -> Calibrator | None:
+        return self.inner.calibrator
+
+    def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
+        started = time.perf_counter()
+        wanted = self.inner.draft_len(sequence_ids=sequence_ids, caps=caps, prefill_tokens=prefill_tokens)
+        self.seconds += time.perf_counter() - started
+        return wanted
+
+    def verify_len(
+        self,
+        *,
+        sequence_ids: Int,
+        confidence_logits: Float32 | None,
+        num_drafts: Int32,
+        sampled: Kinds,
+        altered: Bool,
+        prefill_tokens: int,
+    ) -> Int32:
+        started = time.perf_counter()
+        chosen = self.inner.verify_len(
+            sequence_ids=sequence_ids,
+            confidence_logits=confidence_logits,
+            num_drafts=num_drafts,
+            sampled=sampled,
+            altered=altered,
+            prefill_tokens=prefill_tokens,
+        )
+        self.seconds += time.perf_counter() - started
+        return chosen
+
+    def observe(self, step: StepObservation) -> None:
+        started = time.perf_counter()
+        self.inner.observe(step)
+        self.seconds += time.perf_counter() - started
+
+    def release(self, sequence_id: int) -> None:
+        started = time.perf_counter()
+        self.inner.release(sequence_id)
+        self.seconds += time.perf_counter() - started
 
 
 def measure_overhead(*, repeats: int = 51) -> list[Overhead]:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from dspark.engine.engine import Engine
-from dspark.scheduling.allocation import Candidates, best_num, throughput
 from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.interface import Int, Int32, Scheduler, StepObservation
 from dspark.scheduling.load_aware import LoadAwareScheduler
@@ -20,8 +19,6 @@ from dspark.scheduling.single import rates_of
 from support.chi_square import assert_distributed_as
 from support.engines import answers, make_request
 from support.two_tokens import make_table_engine
-
-Float64 = npt.NDArray[np.float64]
 
 TARGET, DRAFT = np.array([0.7, 0.3]), np.array([0.5, 0.5])
 CONFIDENCE = np.array([[0.8, 0.8], [0.9, 0.0]])  # c_2 = 0.9 behind A, 0 behind B
@@ -39,13 +36,10 @@ class UnteachableCost(CostModel):
 class NaiveScheduler(LoadAwareScheduler):
     """A full search over the confidences of the very drafts it chooses among."""
 
-    def _num_taken(
-        self, candidates: Candidates, seconds: Float64, num_sequences: int, *_blocks: int, **_flags: bool
+    def _num_of_few(
+        self, survival: list[float], seconds: list[float], num_sequences: int, _num_blocks: int
     ) -> int:
-        return best_num(throughput(candidates, num_sequences=num_sequences, seconds=seconds))
-
-    def _len_of_one(self, survival: list[float], seconds: list[float]) -> int:
-        return int(np.argmax(rates_of(survival, seconds)))
+        return int(np.argmax(rates_of(survival, seconds, num_sequences=num_sequences)))
 
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
         """Draft whole blocks: the counterexample needs both tokens in sight."""

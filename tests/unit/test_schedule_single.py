@@ -1,4 +1,4 @@
-"""The choices for one sequence without arrays are those with arrays."""
+"""The choices among few drafts without arrays are those with arrays."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ def near_a_tie(theta: np.ndarray, survival: list[float], seconds: np.ndarray, de
             if abs(tokens / seconds[ahead] / theta[stop] - 1.0) < 1e-9:
                 return True
     return False
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    blocks=st.lists(st.lists(st.floats(0.0, 1.0, width=32), min_size=3, max_size=3), min_size=2, max_size=4),
+    growth=st.lists(st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.5]), min_size=12, max_size=12),
+    decay=st.floats(0.0, 1.0),
+)
+def test_early_stop_and_look_ahead_over_some_sequences(
+    blocks: list[list[float]], growth: list[float], decay: float
+) -> None:
+    num = len(blocks)
+    candidates = rank_candidates(np.cumprod(np.asarray(blocks, np.float64), axis=1))
+    seconds = seconds_of(growth)[: 3 * num + 1]
+    theta = throughput(candidates, num_sequences=num, seconds=seconds)
+    alive = candidates.survival.tolist()
+    rates = rates_of(alive, seconds.tolist(), num_sequences=num)
+    assert np.allclose(rates, theta, rtol=1e-12, atol=0.0)
+    expected = lookahead_num(
+        candidates, theta, num_sequences=num, seconds=seconds, decay=decay, max_ahead=max(3, num)
+    )
+    root = decay ** (1.0 / num)
+    got = lookahead_len(alive, theta.tolist(), seconds.tolist(), decay=root, max_ahead=max(3, num))
+    assert got == expected or near_a_tie(theta, alive, seconds, root)
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,6 +1,7 @@
 """Calibration that learns while serving: from confidence logits to probabilities that come true.
 
-One map per draft position, and apart for greedy and sampled requests:
+One map per draft position, and apart for requests that are greedy, judged by rejection, or coupled to their seed: under
+each of the three rules the same draft is accepted with another probability.
 
     x = z / T_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
 
@@ -17,6 +18,7 @@ No engine, no torch, no clock, no random numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +26,12 @@ import numpy as np
 
 from dspark.calibration.label_window import LabelWindow
 from dspark.errors import ConfigError
-from dspark.scheduling.interface import Bool, Float32, Float64
+from dspark.scheduling.interface import Bool, Float32, Float64, Kinds
 
 __all__ = ["FORMAT_VERSION", "OnlineCalibrator"]
 
 FORMAT_VERSION = 1
-_MODES = ("greedy", "sampled")
+_MODES = ("greedy", "sampled", "coupled")  # by the numbers of `interface`: GREEDY, REJECTION, COUPLED
 
 _RIDGE = 0.5 * np.eye(3) + 0.5 * np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 _OFFLINE_LABELS = 16.0  # labels that the offline fit is worth to the common map
@@ -39,7 +41,7 @@ _LOWEST_SLOPE = 0.02
 _FARTHEST = 30.0  # |z / T| beyond which nothing changes any more
 _LONGEST_STEP = 1.0
 _ROWS = 32  # sequences of one step that are learnt from; the others are left out in turn
-_BATCH_ROWS, _BATCH_STEPS = 32, 16  # what is gathered before it is learnt from
+_BATCH_ROWS, _BATCH_STEPS = 64, 32  # what is gathered before it is learnt from
 _STARVED = 256  # steps without a label after which a position is starved
 
 
@@ -62,34 +64,56 @@ class OnlineCalibrator:
         self.temperatures: Float64 = given
         self._scale = 1.0 / given
         self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
-        self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [2, 1, 3]
-        self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [2, G, 3]
+        self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [3, 1, 3]
+        self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [3, G, 3]
+        self._plain: dict[
+            int, list[tuple[float, float, float, float]]
+        ] = {}  # mode -> scale, a, b, d of positions
         self._silence = np.zeros(block_size, np.int64)  # steps since the last label
         self._first_row = 0
         self._num_steps = 0
-        self._gathered: list[tuple[Float32, Float64, Bool, Bool]] = []
-        self._num_gathered = 0
+        self._gathered: list[tuple[Float32, Float64, Kinds, Bool]] = []
+        self._num_gathered = self._num_new_steps = 0
         self.num_drifts = 0
         self.num_excluded = 0  # labels left out: altered requests, logits that are not finite
 
     # -- forecasts -----------------------------------------------------------------------------------------
 
-    def confidence(self, logits: Float32, *, sampled: Bool) -> Float64:
+    def confidence(self, logits: Float32, *, sampled: Kinds) -> Float64:
         """Return c_k [R, G] for logits [R, G]; NaN for a logit that is not finite."""
         low, high = self._features(logits)
         params = self._of_rows(sampled)
-        score = params[..., 1] * high - params[..., 0] * low + params[..., 2]
-        return np.asarray(1.0 / (1.0 + np.exp(-score)))
+        score = params[..., 0] * low - params[..., 1] * high - params[..., 2]
+        return np.asarray(1.0 / (1.0 + np.exp(score)))
 
-    def parameters(self, *, sampled: bool) -> Float64:
-        """Return a, b, d of every position [G, 3]."""
+    def confidence_of_one(self, logits: Sequence[float], *, sampled: int) -> list[float]:
+        """Return what `confidence` gives for one sequence, up to the first logit that is not finite.
+
+        Plain numbers: for one block a dozen array calls cost several times as much.
+        """
+        mode = self._plain.get(sampled)
+        if mode is None:
+            params = self._params[sampled].tolist()
+            mode = [(t, a, b, d) for t, (a, b, d) in zip(self._scale.tolist(), params, strict=True)]
+            self._plain[sampled] = mode
+        out = []
+        for logit, (scale, a, b, d) in zip(logits, mode, strict=False):
+            if not -math.inf < logit < math.inf:
+                break
+            x = min(max(logit * scale, -_FARTHEST), _FARTHEST)
+            high = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+            out.append(1.0 / (1.0 + math.exp(a * (high - x) - b * high - d)))
+        return out
+
+    def parameters(self, *, sampled: int) -> Float64:
+        """Return a, b, d of every position [G, 3] for one kind of traffic."""
         self.flush()
         return np.array(self._params[int(sampled)])
 
-    def ece(self, *, sampled: bool | None = None) -> Float64:
+    def ece(self, *, sampled: int | None = None) -> Float64:
         """Return the expected calibration error of each position [G] over recent labels; NaN with none.
 
-        Every forecast was made before its label was known. `sampled` None joins both kinds of traffic.
+        Every forecast was made before its label was known. `sampled` None joins all kinds of traffic.
         """
         self.flush()
         windows = self._windows if sampled is None else (self._windows[int(sampled)],)
@@ -111,14 +135,17 @@ class OnlineCalibrator:
 
     # -- learning ------------------------------------------------------------------------------------------
 
-    def observe(self, logits: Float32, labels: Float64, *, sampled: Bool, usable: Bool) -> None:
-        """Take what a step showed.
+    def observe(
+        self, logits: Float32, labels: Float64, *, sampled: Kinds, usable: Bool, num_steps: int = 1
+    ) -> None:
+        """Take what a step showed, or some steps.
 
         Arguments:
             logits: [R, G].
             labels: [R, G] in [0, 1], NaN = unknown.
-            sampled: [R].
+            sampled: [R] kind of traffic.
             usable: [R] False = leave this sequence out (altered logits, nothing drafted).
+            num_steps: that these rows are of.
         """
         if len(logits) > _ROWS:
             chosen = (self._first_row + np.arange(_ROWS)) % len(logits)
@@ -127,7 +154,8 @@ class OnlineCalibrator:
             sampled, usable = sampled[chosen], usable[chosen]
         self._gathered.append((logits, labels, sampled, usable))
         self._num_gathered += len(logits)
-        if self._num_gathered >= _BATCH_ROWS or len(self._gathered) >= _BATCH_STEPS:
+        self._num_new_steps += num_steps
+        if self._num_gathered >= _BATCH_ROWS or self._num_new_steps >= _BATCH_STEPS:
             self.flush()
 
     def flush(self) -> None:
@@ -135,16 +163,16 @@ class OnlineCalibrator:
         if not self._gathered:
             return
         logits, labels, sampled, usable = (np.concatenate(part) for part in zip(*self._gathered, strict=True))
-        self._num_steps += len(self._gathered)
-        self._silence += len(self._gathered)
+        self._num_steps += self._num_new_steps
+        self._silence += self._num_new_steps
         self._gathered.clear()
-        self._num_gathered = 0
+        self._num_gathered = self._num_new_steps = 0
         known = ~np.isnan(labels)
         taken = known & np.isfinite(logits) & usable[:, None]
         self.num_excluded += int(known.sum()) - int(taken.sum())
         self._silence[taken.any(axis=0)] = 0
         for mode, window in enumerate(self._windows):
-            mine = taken & (sampled == bool(mode))[:, None]
+            mine = taken & (sampled == mode)[:, None]
             position, row = np.nonzero(mine.T)
             if not len(position):
                 continue
@@ -165,17 +193,18 @@ class OnlineCalibrator:
         common = _most_likely(*pooled, start=common, prior=_AT_PRIOR, precision=precision)
         precision = _COMMON_LABELS * information + _RIDGE
         self._common[mode] = common
+        self._plain.pop(mode, None)
         self._params[mode] = _most_likely(
             *window.recent(), start=self._params[mode], prior=common, precision=precision
         )
 
-    def _of_rows(self, sampled: Bool) -> Float64:
+    def _of_rows(self, sampled: Kinds) -> Float64:
         """Return the parameters of each sequence, [1 or R, G, 3]."""
-        if sampled.all():
-            return np.asarray(self._params[1:])
-        if not sampled.any():
-            return np.asarray(self._params[:1])
-        return np.asarray(self._params[sampled.astype(np.int64)])
+        kinds = sampled.astype(np.int64)
+        first = int(kinds[0]) if len(kinds) else 0
+        if (kinds == first).all():
+            return np.asarray(self._params[first : first + 1])
+        return np.asarray(self._params[kinds])
 
     def _features(self, logits: Float32) -> tuple[Float64, Float64]:
         x = logits.astype(np.float64)
@@ -232,8 +261,11 @@ class OnlineCalibrator:
         try:
             calibrator = cls(block_size=block_size, temperatures=state["temperatures"])
             calibrator.num_drifts = int(state["num_drifts"])
-            calibrator._common[:, 0] = _finite_slopes("common", state["common"], (len(_MODES), 3))
-            for mode, name in enumerate(_MODES):
+            names = [
+                name for name in _MODES if name in state["modes"] or name != "coupled"
+            ]  # once there were two
+            calibrator._common[: len(names), 0] = _finite_slopes("common", state["common"], (len(names), 3))
+            for mode, name in enumerate(names):
                 saved = state["modes"][name]
                 calibrator._params[mode] = _finite_slopes(name, saved["parameters"], (block_size, 3))
                 calibrator._windows[mode].restore(saved["window"])

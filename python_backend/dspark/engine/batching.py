@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from dspark.engine.pages import PagePool
 from dspark.engine.sequence import Sequence
+from dspark.scheduling.interface import COUPLED, GREEDY, REJECTION
 
 __all__ = ["AGEING_S", "Batcher", "PrefillChunk", "StepPlan"]
 
+_KINDS: Final = {"greedy": GREEDY, "rejection": REJECTION, "coupled": COUPLED}
 AGEING_S: Final = 10.0  # seconds of waiting that are worth one level of priority
 
 
@@ -58,9 +60,9 @@ class StepPlan:
         return np.array([s.sequence_id for s in self.decoding], np.int64)
 
     @cached_property
-    def sampled(self) -> npt.NDArray[np.bool_]:
-        """Which decoding sequences are not greedy [R]."""
-        return np.array([not s.request.params.greedy for s in self.decoding], np.bool_)
+    def sampled(self) -> npt.NDArray[np.int8]:
+        """How the drafts of the decoding sequences are judged [R]: 0 = greedily, see `scheduling.interface`."""
+        return np.array([_KINDS[s.sampler.rule] for s in self.decoding], np.int8)
 
     @cached_property
     def altered(self) -> npt.NDArray[np.bool_]:

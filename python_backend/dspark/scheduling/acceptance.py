@@ -12,7 +12,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,9 @@ __all__ = [
     "acceptance_labels",
     "grown",
     "is_unrated",
+    "joined",
     "learn_calibration",
+    "survival_beyond",
 ]
 
 
@@ -53,8 +56,43 @@ def is_unrated(confidence_logits: Float32, num_drafts: Int32) -> Bool:
     return np.asarray(np.isnan(confidence_logits[:, 0]) & (num_drafts > 0))
 
 
-def learn_calibration(calibrator: Calibrator, step: StepObservation, *, block_size: int) -> None:
-    """Hand a step to the calibrator; drafts that nothing rated have nothing to calibrate."""
+def joined(steps: Sequence[StepObservation]) -> StepObservation:
+    """Return some steps with confidence logits as one: all that is about drafts, one step after the other [N].
+
+    Times and rows of the pass are those of the last one.
+    """
+    last = steps[-1]
+    if len(steps) == 1:
+        return last
+    labels = None
+    if any(step.soft_labels is not None for step in steps):
+        labels = np.concatenate([_soft_labels(step) for step in steps])
+    return replace(
+        last,
+        sequence_ids=np.concatenate([step.sequence_ids for step in steps]),
+        num_drafts=np.concatenate([step.num_drafts for step in steps]),
+        verify_len=np.concatenate([step.verify_len for step in steps]),
+        accepted=np.concatenate([step.accepted for step in steps]),
+        sampled=np.concatenate([step.sampled for step in steps]),
+        altered=np.concatenate([step.altered for step in steps]),
+        confidence_logits=np.concatenate([_logits(step) for step in steps]),
+        soft_labels=labels,
+    )
+
+
+def _logits(step: StepObservation) -> Float32:
+    assert step.confidence_logits is not None
+    return step.confidence_logits
+
+
+def _soft_labels(step: StepObservation) -> Float32:
+    return np.full_like(_logits(step), np.nan) if step.soft_labels is None else step.soft_labels
+
+
+def learn_calibration(
+    calibrator: Calibrator, step: StepObservation, *, block_size: int, num_steps: int = 1
+) -> None:
+    """Hand a step, or `joined` ones, to the calibrator; drafts that nothing rated have nothing to calibrate."""
     if step.confidence_logits is None or not step.num_drafts.any():
         return
     labels = acceptance_labels(step, block_size=block_size)
@@ -64,7 +102,24 @@ def learn_calibration(calibrator: Calibrator, step: StepObservation, *, block_si
         labels,
         sampled=step.sampled,
         usable=~step.altered & (step.num_drafts > 0),
+        num_steps=num_steps,
     )
+
+
+def survival_beyond(survival: Float64, num_drafts: Int32) -> Float64:
+    """Return survivals [N, G] with those of short blocks taken to go on behind their end as they did before it.
+
+    A block cut short by its cap says nothing of what lies behind.
+    """
+    block_size = survival.shape[1]
+    short = num_drafts < block_size
+    if not short.any():
+        return survival
+    last = np.maximum(num_drafts - 1, 0)
+    end = survival[np.arange(len(survival)), last]
+    mean = end ** (1.0 / (last + 1.0))
+    beyond = np.arange(block_size)[None, :] - last[:, None]
+    return np.where(beyond > 0, end[:, None] * mean[:, None] ** np.maximum(beyond, 0), survival)
 
 
 class SequenceRows:
@@ -75,7 +130,7 @@ class SequenceRows:
         self._free: list[int] = []
         self.num_rows = 0  # highest row ever used + 1
 
-    def rows(self, sequence_ids: Iterable[int]) -> tuple[Int64, list[int]]:
+    def rows(self, sequence_ids: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the row of each sequence [R], and the rows that are new (their state must be reset)."""
         row_of, new = self._row_of, []
         out = []
@@ -87,7 +142,7 @@ class SequenceRows:
                 row_of[sequence_id] = row
                 new.append(row)
             out.append(row)
-        return np.array(out, np.int64), new
+        return out, new
 
     def release(self, sequence_id: int) -> None:
         row = self._row_of.pop(sequence_id, None)
@@ -188,11 +243,17 @@ class SurvivalMemory:
         self._num_own[rows] = 0.0
 
     def observe(self, rows: Int64, survival: Float64) -> None:
-        """Take survivals [R, G] of whole blocks; of shorter ones what is taken to lie behind their end as well."""
-        count = self._num_own[rows].astype(np.int64)
-        self._own[rows, count % self.OWN] = survival
-        self._num_own[rows] += 1.0
-        some = survival[: self.ALL]
+        """Take survivals [N, G] of whole blocks; of shorter ones what is taken to lie behind their end as well.
+
+        A row may come several times, the newest last.
+        """
+        order = np.argsort(rows, kind="stable")
+        own = rows[order]
+        first = np.searchsorted(own, own, side="left")
+        rank = np.arange(len(own)) - first  # how many blocks of the same row came before
+        self._own[own, (self._num_own[own].astype(np.int64) + rank) % self.OWN] = survival[order]
+        np.add.at(self._num_own, rows, 1.0)
+        some = survival[-self.ALL :]
         self._all[(self.num_all + np.arange(len(some))) % self.ALL] = some
         self.num_all += len(some)
 

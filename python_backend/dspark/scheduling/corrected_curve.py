@@ -5,14 +5,17 @@
 `known` is what was measured for the cached tokens of the pass, `token_s` what serving finds they take beyond that. The
 measured shape, cliffs and all, stays; what moves is its height: first everywhere (`factor`, together with `token_s`, by
 least squares that forget), then near the sizes that are seen (`local`). One slow step (another process, a page fault)
-moves little: residuals are cut at a few times their usual size. Steps are taken several at a time, so that learning
-costs a few array calls for all of them.
+moves little: residuals are cut at a few times their usual size. Steps are taken several at a time and in plain numbers:
+a dozen of them cost less than the first few array calls behind a pass that emptied the caches.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +24,9 @@ __all__ = ["CorrectedCurve", "Float64"]
 
 Float64 = npt.NDArray[np.float64]
 
-_KNOTS = np.array(
-    [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 16384]
-)
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 16384)
 _LOG_KNOTS = np.log(_KNOTS)
+_LOG_KNOT = tuple(math.log(knot) for knot in _KNOTS)
 _LOCAL_MOST = 33.0  # steps that the local part remembers
 _FORGET = 0.0036  # variance that the height gains with every step, in those of one residual
 _TOKEN_FORGET = 1e-4  # likewise of `token_s`, in units of its first uncertainty
@@ -51,20 +53,20 @@ class CorrectedCurve:
         self.known = prior_weight > 0.0
         self._log_factor = 0.0
         self.token_s = 0.0
-        self._local = np.zeros(len(_KNOTS))
+        self._local = [0.0] * len(_KNOTS)
         self._unseen_weight = prior_weight + 1.0
-        self._local_weight = np.full(len(_KNOTS), self._unseen_weight)
+        self._local_weight = [self._unseen_weight] * len(_KNOTS)
         self._usual = _USUAL
         self._first: list[float] | None = None if self.known else []
-        self._token_unit = _TOKEN_UNIT * float(self._seconds[0])
-        self._variance = np.array(  # of log factor and token_s [2, 2]
-            [[_USUAL**2 / max(prior_weight, 1.0), 0.0], [0.0, (_TOKEN_SPREAD * self._token_unit) ** 2]]
-        )
+        self._token_spread = _TOKEN_SPREAD * _TOKEN_UNIT * float(self._seconds[0])
+        # variances of log factor and of token_s, and what they share
+        self._variance = (_USUAL**2 / max(prior_weight, 1.0), self._token_spread**2, 0.0)
         self._errors: deque[float] = deque(maxlen=129)
         self._base = np.zeros(0)  # [B] base seconds at 1, 2, ...
         self._log_sizes = np.zeros(0)  # [B]
         self._table = np.zeros(0)  # [B] corrected
-        self.version = 0  # rises whenever the table changes
+        self._stale = False  # the table is of an earlier time
+        self.version = 0  # rises whenever the seconds change
 
     @property
     def factor(self) -> float:
@@ -74,107 +76,129 @@ class CorrectedCurve:
     @property
     def error(self) -> float:
         """Median relative error of the last predictions; 0 with none."""
-        return float(np.median(self._errors)) if self._errors else 0.0
+        return median(self._errors) if self._errors else 0.0
 
     def seconds(self, first: int, count: int) -> Float64:
         """Return the seconds at first .. first+count-1 without cached tokens, float64 [count]. Not to be written to."""
         end = first - 1 + count
-        if end > len(self._table):
+        if end > len(self._base):
             self._grow(end)
+        if self._stale:
+            self._refresh()
         return self._table[first - 1 : end]
 
     def observe(
-        self, sizes: npt.NDArray[np.int64], seconds: Float64, *, tokens: Float64, known_s: Float64
-    ) -> Float64:
-        """Take the times of some steps and return what each had been expected to take, float64 [n].
+        self,
+        sizes: Sequence[int],
+        seconds: Sequence[float],
+        *,
+        tokens: Sequence[float],
+        known_s: Sequence[float],
+    ) -> list[float]:
+        """Take the times of some steps and return what each had been expected to take.
 
         Arguments:
-            sizes: [n] >= 1.
-            seconds: [n] finite and > 0.
-            tokens: [n] cached tokens.
-            known_s: [n] what was measured for them, before the factor.
+            sizes: n of them, >= 1.
+            seconds: finite and > 0.
+            tokens: cached tokens.
+            known_s: what was measured for them, before the factor.
         """
-        if int(sizes.max()) > len(self._base):
-            self._grow(int(sizes.max()))
-        low = np.searchsorted(_KNOTS, sizes, side="right") - 1
-        high = np.minimum(low + 1, len(_KNOTS) - 1)
-        right = np.where(
-            high > low,
-            (self._log_sizes[sizes - 1] - _LOG_KNOTS[low])
-            / np.maximum(_LOG_KNOTS[high] - _LOG_KNOTS[low], 1e-9),
-            0.0,
-        )
-        local = (1.0 - right) * self._local[low] + right * self._local[high]
-        in_proportion = self.factor * (self._base[sizes - 1] * np.exp(local) + known_s)
-        expected = np.maximum(in_proportion + self.token_s * tokens, 0.1 * in_proportion)
+        if max(sizes) > len(self._base):
+            self._grow(max(sizes))
+        factor, local, base = self.factor, self._local, self._base
+        expected, residuals, slopes, places = [], [], [], []
+        for size, took, cached, known in zip(sizes, seconds, tokens, known_s, strict=True):
+            low = bisect_right(_KNOTS, size) - 1
+            high = min(low + 1, len(_KNOTS) - 1)
+            right = (
+                (math.log(size) - _LOG_KNOT[low]) / (_LOG_KNOT[high] - _LOG_KNOT[low]) if high > low else 0.0
+            )
+            here = (1.0 - right) * local[low] + right * local[high]
+            in_proportion = factor * (float(base[size - 1]) * math.exp(here) + known)
+            hoped = max(in_proportion + self.token_s * cached, 0.1 * in_proportion)
+            expected.append(hoped)
+            residuals.append(math.log(took / hoped))
+            slopes.append((in_proportion / hoped, cached / hoped))
+            places.append((low, high, right))
         if self.known:
-            self._errors.extend((np.abs(expected - seconds) / seconds).tolist())
-        residual = np.log(seconds / expected)
+            self._errors.extend(abs(e - s) / s for e, s in zip(expected, seconds, strict=True))
         if self._first is not None:
-            self._first.extend((residual + self._log_factor).tolist())
-            self._log_factor = float(np.median(self._first))
+            self._first.extend(r + self._log_factor for r in residuals)
+            self._log_factor = median(self._first)
             if len(self._first) >= _WARM:
                 self._first = None
         else:
-            residual = self._cut(residual)
-            residual = self._learn_height(residual, in_proportion / expected, tokens / expected)
-            self._learn_local(residual, low, high, right)
-        self._refresh()
-        self.known = True
-        return np.asarray(expected)
+            residuals = self._learn_height(self._cut(residuals), slopes)
+            self._learn_local(residuals, places)
+        self.known = self._stale = True
+        self.version += 1
+        return expected
 
-    def _cut(self, residual: Float64) -> Float64:
+    def _cut(self, residuals: list[float]) -> list[float]:
         """Return the residuals cut at a few usual ones, and learn what is usual.
 
         What most of a few steps in a row have in common is no slow step but another machine: it is not cut, and the
         height may follow at once.
         """
-        common = float(np.median(residual)) if len(residual) >= _SPELL else 0.0
+        common = median(residuals) if len(residuals) >= _SPELL else 0.0
         cut = _CUT * self._usual
         if abs(common) > self._usual:
-            self._variance[0, 0] += common**2
+            height, token, both = self._variance
+            self._variance = (height + common**2, token, both)
         else:
             common = 0.0
-        rest = residual - common
-        rate = 1.0 - 0.95 ** len(residual)
-        mean = float(np.minimum(np.abs(rest), 4.0 * cut).mean())
-        self._usual = min(max((1.0 - rate) * self._usual + rate * mean, 0.01), 1.0)
-        return np.asarray(common + np.clip(rest, -cut, cut))
+        kept = []
+        for residual in residuals:
+            rest = residual - common
+            self._usual += 0.05 * (min(abs(rest), 4.0 * cut) - self._usual)
+            kept.append(common + min(max(rest, -cut), cut))
+        self._usual = min(max(self._usual, 0.01), 1.0)
+        return kept
 
-    def _learn_height(self, residual: Float64, share: Float64, per_token: Float64) -> Float64:
+    def _learn_height(self, residuals: list[float], slopes: list[tuple[float, float]]) -> list[float]:
         """Move factor and token_s; return what is left of the residuals.
 
         Arguments:
-            share: [n] of the expected seconds that follow the factor.
-            per_token: [n] cached tokens over the expected seconds.
+            slopes: of the logarithm of the expected seconds, by log factor and by token_s.
         """
-        slope = np.stack([share, per_token], axis=1)  # [n, 2] of the logarithm by log factor and token_s
-        noise = self._usual**2
-        self._variance[0, 0] += _FORGET * noise * len(residual)
-        self._variance[1, 1] += _TOKEN_FORGET * (_TOKEN_SPREAD * self._token_unit) ** 2 * len(residual)
-        gain = (
-            self._variance
-            @ slope.T
-            @ np.linalg.inv(slope @ self._variance @ slope.T + noise * np.eye(len(slope)))
+        num, noise = len(residuals), self._usual**2
+        height, token, both = self._variance
+        height += _FORGET * noise * num
+        token = min(token + _TOKEN_FORGET * self._token_spread**2 * num, self._token_spread**2)
+        # Bayes in precisions: that of before and those of the steps add up.
+        scale = height * token - both * both
+        a, b, c = token / scale, height / scale, -both / scale
+        right_height = right_token = 0.0
+        for residual, (share, per_token) in zip(residuals, slopes, strict=True):
+            a += share * share / noise
+            b += per_token * per_token / noise
+            c += share * per_token / noise
+            right_height += share * residual / noise
+            right_token += per_token * residual / noise
+        scale = a * b - c * c
+        height, token, both = b / scale, a / scale, -c / scale
+        step, token_step = (
+            height * right_height + both * right_token,
+            both * right_height + token * right_token,
         )
-        step = gain @ residual
-        self._variance = self._variance - gain @ slope @ self._variance
-        self._log_factor += float(step[0])
-        self.token_s += float(step[1])
-        return residual - slope @ step
+        self._variance = (height, token, both)
+        self._log_factor += step
+        self.token_s += token_step
+        return [
+            residual - share * step - per_token * token_step
+            for residual, (share, per_token) in zip(residuals, slopes, strict=True)
+        ]
 
-    def _learn_local(
-        self,
-        residual: Float64,
-        low: npt.NDArray[np.int64],
-        high: npt.NDArray[np.int64],
-        right: Float64,
-    ) -> None:
-        num = len(_KNOTS)
-        share = np.bincount(low, 1.0 - right, num) + np.bincount(high, right, num)
-        moved = np.bincount(low, (1.0 - right) * residual, num) + np.bincount(high, right * residual, num)
-        self._local += moved / (np.minimum(self._local_weight, _LOCAL_MOST) + share)
-        self._local_weight += share
+    def _learn_local(self, residuals: list[float], places: list[tuple[int, int, float]]) -> None:
+        moved: dict[int, tuple[float, float]] = {}  # knot -> what it is moved by, how often it was seen
+        for residual, (low, high, right) in zip(residuals, places, strict=True):
+            for knot, share in ((low, 1.0 - right), (high, right)):
+                if share > 0.0:
+                    total, seen = moved.get(knot, (0.0, 0.0))
+                    moved[knot] = (total + share * residual, seen + share)
+        for knot, (total, seen) in moved.items():
+            self._local[knot] += total / (min(self._local_weight[knot], _LOCAL_MOST) + seen)
+            self._local_weight[knot] += seen
 
     def _grow(self, size: int) -> None:
         """Extend the table to `size`; past the measured sizes the steeper of the mean and the last slope goes on."""
@@ -191,16 +215,18 @@ class CorrectedCurve:
             base = np.where(beyond, self._seconds[-1] + max(*rise, 0.0) * (at - self._sizes[-1]), base)
         self._base = base
         self._log_sizes = np.log(at)
-        self._refresh()
+        self._stale = True
 
     def _refresh(self) -> None:
-        seen = self._local_weight > self._unseen_weight
+        seen = np.array(self._local_weight) > self._unseen_weight
+        local = np.array(self._local)
         if seen.any():  # sizes never seen go the way of their nearest neighbours that were
-            self._local = np.interp(_LOG_KNOTS, _LOG_KNOTS[seen], self._local[seen])
-        table = self._base * np.exp(self._log_factor + np.interp(self._log_sizes, _LOG_KNOTS, self._local))
+            local = np.interp(_LOG_KNOTS, _LOG_KNOTS[seen], local[seen])
+            self._local = local.tolist()
+        table = self._base * np.exp(self._log_factor + np.interp(self._log_sizes, _LOG_KNOTS, local))
         # More rows never cost less: half way between the lowest curve above the table and the highest below it.
         above = np.maximum.accumulate(table)
         below = np.minimum.accumulate(table[::-1])[::-1]
         self._table = 0.5 * (above + below)
         self._table.flags.writeable = False
-        self.version += 1
+        self._stale = False

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -213,7 +213,7 @@ class CostModel:
                 self._draft = CorrectedCurve(curve.num_blocks, curve.draft_s, prior_weight=16.0)
             else:
                 self._draft = CorrectedCurve((1, 2), (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
-        self._gathered: list[tuple[float, ...]] = []  # columns as in `flush`
+        self._gathered: list[_Times] = []
         self._gathered_s = 0.0
         self._least = 1  # steps that are learnt from together: one at first
         self._errors: deque[float] = deque(maxlen=129)
@@ -287,54 +287,65 @@ class CostModel:
         """
         num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
         verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
+        if not (step.target_tokens > 0 and _is_time(verify_s)):
+            verify_s = 0.0
+        if not (num_blocks > 0 and _is_time(step.draft_s)):
+            num_blocks = 0
+        per_token = self._context_s + self._row_context_s * step.target_tokens / max(
+            len(step.sequence_ids), 1
+        )
+        tokens = step.context_tokens
         self._gathered.append(
-            (
-                step.target_tokens,
-                verify_s,
-                step.context_tokens,
-                len(step.sequence_ids),
-                num_blocks,
-                step.draft_s,
-            )
+            _Times(step.target_tokens, verify_s, tokens, tokens * per_token, num_blocks, step.draft_s)
         )
         self._gathered_s += verify_s
         num = len(self._gathered)
-        if num >= self._least and (
-            num >= _MOST_BATCH or self._least < _LEAST_BATCH or self._gathered_s >= _BATCH_S
-        ):
+        enough = self._gathered_s >= _BATCH_S or self._least < _LEAST_BATCH
+        if num >= _MOST_BATCH or (enough and num >= self._least):
             self.flush()
 
     def flush(self) -> None:
         """Learn now from what was gathered; called by itself every few steps."""
-        if not self._gathered:
-            return
-        rows, verify_s, context, sequences, blocks, draft_s = np.array(self._gathered, np.float64).T
-        self._gathered.clear()
-        self._gathered_s = 0.0
-        self._least = min(self._least + 1, _LEAST_BATCH) if self._measured else 1
-        usable = (rows > 0) & (verify_s > 0.0) & np.isfinite(verify_s)
-        drafted = (blocks > 0) & (draft_s > 0.0) & np.isfinite(draft_s)
-        foreseen = np.full(len(rows), np.nan)
-        if usable.any():
-            knew = self._verify.known
-            known_s = context * (self._context_s + self._row_context_s * rows / np.maximum(sequences, 1.0))
-            expected = self._verify.observe(
-                rows[usable].astype(np.int64),
-                verify_s[usable],
-                tokens=context[usable],
-                known_s=known_s[usable],
+        steps, self._gathered, self._gathered_s = self._gathered, [], 0.0
+        passes, drafts = [t for t in steps if t.verify_s], [t for t in steps if t.num_blocks]
+        knew, knew_draft = self._verify.known, self._draft.known
+        pass_s: list[float] = []
+        block_s: list[float] = []
+        if passes:
+            pass_s = self._verify.observe(
+                [t.rows for t in passes],
+                [t.verify_s for t in passes],
+                tokens=[t.tokens for t in passes],
+                known_s=[t.known_s for t in passes],
             )
             self._measured = True
-            if knew:
-                foreseen[usable] = expected
-        took = verify_s
-        if drafted.any():
-            knew = self._draft.known
-            none = np.zeros(int(drafted.sum()))
-            expected = self._draft.observe(
-                blocks[drafted].astype(np.int64), draft_s[drafted], tokens=none, known_s=none
+            self._least = min(self._least + 1, _LEAST_BATCH)
+        if drafts:
+            none = [0.0] * len(drafts)
+            block_s = self._draft.observe(
+                [t.num_blocks for t in drafts], [t.draft_s for t in drafts], tokens=none, known_s=none
             )
-            took = np.where(drafted, took + draft_s, took)
-            foreseen[drafted] += expected if knew else np.nan
-        wrong = np.abs(foreseen - took) / took
-        self._errors.extend(wrong[np.isfinite(wrong)].tolist())
+        foreseen, foreseen_block = iter(pass_s), iter(block_s)
+        for times in steps:
+            expected = next(foreseen) if times.verify_s else 0.0
+            took = times.verify_s
+            if times.num_blocks:
+                expected += next(foreseen_block)
+                took += times.draft_s
+            if times.verify_s and knew and (knew_draft or not times.num_blocks):
+                self._errors.append(abs(expected - took) / took)
+
+
+class _Times(NamedTuple):
+    """What one step took; 0 seconds of the pass, or 0 blocks, where there was no time to learn from."""
+
+    rows: int
+    verify_s: float
+    tokens: int  # cached
+    known_s: float  # of them, as it was measured
+    num_blocks: int
+    draft_s: float
+
+
+def _is_time(seconds: float) -> bool:
+    return 0.0 < seconds < math.inf

@@ -11,6 +11,7 @@ x_1..x_{k-1} only, and everything else comes from steps that are over (algorithm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "COUPLED",
+    "GREEDY",
+    "REJECTION",
     "Bool",
     "Calibrator",
     "CostEstimate",
@@ -26,6 +30,7 @@ __all__ = [
     "Int",
     "Int32",
     "Int64",
+    "Kinds",
     "Scheduler",
     "StepObservation",
 ]
@@ -36,6 +41,11 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Int = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
+
+# How the drafts of a request are judged: the kinds of traffic that are calibrated apart. With the same q and p a draft
+# is accepted less often under coupling than under rejection, and greedily it is or it is not. True is REJECTION.
+GREEDY, REJECTION, COUPLED = range(3)
+Kinds = npt.NDArray[np.int8] | npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class StepObservation:
     num_drafts: Int32  # [R] drafts proposed
     verify_len: Int32  # [R] drafts verified
     accepted: Int32  # [R] drafts accepted, <= verify_len
-    sampled: Bool  # [R] False = greedy
+    sampled: Kinds  # [R] 0 = greedy
     altered: Bool  # [R] logits changed by penalties, bias, grammar: kept from the calibrator
     target_tokens: int  # rows of the target pass, prefill rows among them
     verify_s: float  # seconds of the target pass
@@ -106,7 +116,7 @@ class Scheduler(Protocol):
         sequence_ids: Int,
         confidence_logits: Float32 | None,
         num_drafts: Int32,
-        sampled: Bool,
+        sampled: Kinds,
         altered: Bool,
         prefill_tokens: int,
     ) -> Int32:
@@ -117,7 +127,7 @@ class Scheduler(Protocol):
             confidence_logits: [R, G] logits of c_k, NaN in rows that were looked up and not rated, None for
                 drafters without a confidence head.
             num_drafts: [R] drafts at hand; 0 for sequences that were not drafted.
-            sampled: [R] False = greedy.
+            sampled: [R] GREEDY, REJECTION or COUPLED.
             altered: [R] the request changes its logits.
             prefill_tokens: prefill rows in the same pass.
 
@@ -136,11 +146,16 @@ class Calibrator(Protocol):
     """Turns confidence logits into probabilities that come true; `calibration.online` has the one that
     learns."""
 
-    def confidence(self, logits: Float32, *, sampled: Bool) -> Float64:
+    def confidence(self, logits: Float32, *, sampled: Kinds) -> Float64:
         """Return c_k [R, G] for logits [R, G]; NaN for a logit that is not finite."""
 
-    def observe(self, logits: Float32, labels: Float64, *, sampled: Bool, usable: Bool) -> None:
-        """Take what a step showed: labels [R, G] in [0, 1], NaN = unknown; rows that are not usable [R] are
+    def confidence_of_one(self, logits: Sequence[float], *, sampled: int) -> list[float]:
+        """Return c_k of one sequence, up to the first logit that is not finite."""
+
+    def observe(
+        self, logits: Float32, labels: Float64, *, sampled: Kinds, usable: Bool, num_steps: int = 1
+    ) -> None:
+        """Take what some steps showed: labels [R, G] in [0, 1], NaN = unknown; rows that are not usable [R] are
         left out."""
 
     def ece(self) -> Float64:

@@ -13,6 +13,7 @@ from dspark.scheduling.interface import (
     Float32,
     Int,
     Int32,
+    Kinds,
     Scheduler,
     StepObservation,
 )
@@ -56,7 +57,7 @@ class _Static:
         sequence_ids: Int,  # noqa: ARG002
         confidence_logits: Float32 | None,
         num_drafts: Int32,
-        sampled: Bool,  # noqa: ARG002
+        sampled: Kinds,  # noqa: ARG002
         altered: Bool,  # noqa: ARG002
         prefill_tokens: int,  # noqa: ARG002
     ) -> Int32:

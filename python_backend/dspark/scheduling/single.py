@@ -1,7 +1,8 @@
-"""The choices of `allocation` and `planning` for one sequence, without arrays.
+"""The choices of `allocation` and `planning` for few drafts, without arrays.
 
 One request at a time is the load at which speculation pays most and a step is shortest, and a dozen array calls over
-seven numbers would cost more than a hundredth of it. Along a block survival never rises: its drafts are ranked already.
+seven numbers would cost more than a hundredth of it. Along a block survival never rises: the drafts of one sequence are
+ranked already, and for some sequences together they come ranked.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def worth_drafting(
     return total / len(samples) > margin / verify_s[0]
 
 
-def _rates(survival: Sequence[float], verify_s: Sequence[float], extra_s: float) -> list[float]:
+def _rates(
+    survival: Sequence[float], verify_s: Sequence[float], extra_s: float, *, num_sequences: int = 1
+) -> list[float]:
     """Return tokens per second with 0, 1, ... drafts."""
-    tokens = 1.0
+    tokens = float(num_sequences)
     rates = [tokens / (verify_s[0] + extra_s)]
     for k, value in enumerate(survival, start=1):
         tokens += value
@@ -46,10 +49,10 @@ def _rates(survival: Sequence[float], verify_s: Sequence[float], extra_s: float)
     return rates
 
 
-def rates_of(survival: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Return Theta [M+1] of the M drafts with survival above 0."""
+def rates_of(survival: Sequence[float], seconds: Sequence[float], *, num_sequences: int = 1) -> list[float]:
+    """Return Theta [M+1] of the M drafts with survival above 0, best first, of R sequences."""
     alive = [value for value in survival if value > 0.0]
-    return _rates(alive, seconds, 0.0)
+    return _rates(alive, seconds, 0.0, num_sequences=num_sequences)
 
 
 def early_stop_len(rates: Sequence[float]) -> int:
@@ -68,12 +71,13 @@ def lookahead_len(
     decay: float,
     max_ahead: int,
 ) -> int:
-    """Return what `allocation.lookahead_num` gives for one sequence.
+    """Return what `allocation.lookahead_num` gives.
 
     Arguments:
-        survival: [>= M], the first M above 0.
+        survival: [>= M], best first, the first M above 0.
         rates: [M+1] Theta.
         seconds: [N+1] of the step with 0 .. N drafts, N all drafts asked for.
+        decay: usual ratio of one draft to the one before it: for R sequences the R-th root of that along a block.
     """
     num = len(rates) - 1
     stop = early_stop_len(rates)

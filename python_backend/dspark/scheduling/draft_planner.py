@@ -1,0 +1,230 @@
+"""Which sequences are drafted, and how deep: decided before the drafter runs, for several steps at a time.
+
+A plan is made anew every few steps and when the batch has changed; between plans a step costs a look at what was
+decided. A newcomer is drafted when most are. Sequences that a plan leaves out are drafted now and then all the same,
+to see whether they have become worth it.
+
+Everything here leans on steps that are over, never on the blocks of this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, grown, survival_beyond
+from dspark.scheduling.allocation import survival_of
+from dspark.scheduling.interface import Bool, Float64, Int32, Int64
+from dspark.scheduling.planning import MARGIN, plan_drafting
+from dspark.scheduling.single import worth_drafting
+from dspark.scheduling.step_costs import StepCosts
+
+__all__ = ["DraftPlanner"]
+
+_FREE = 0.003  # drafting below this share of the target pass is not worth a thought
+_EVERY = 8  # steps that a plan holds at most
+_FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
+_PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
+_KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
+_MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
+_DEEPER = 2  # drafts more after a block that was verified whole
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What was decided for batches with, or without, prompts in the pass."""
+
+    drafts: list[bool]  # by row
+    made_at: int = -_EVERY  # step
+    num_eligible: int = 0
+    newcomers: bool = True  # are drafted
+
+
+class DraftPlanner:
+    """See the module's text. Rows are those of `SequenceRows`.
+
+    Arguments:
+        block_size: G.
+        has_confidence: blocks are rated; else `stats` tell what they are worth.
+        early_stop: drafts are going to be taken only up to the first that does not raise the throughput.
+        costs: what steps take.
+        stats: of sequences whose drafts nothing rates.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        has_confidence: bool,
+        early_stop: bool,
+        costs: StepCosts,
+        stats: AcceptanceStats,
+    ) -> None:
+        self._block_size = block_size
+        self._has_confidence = has_confidence
+        self._early_stop = early_stop
+        self._costs = costs
+        self._stats = stats
+        self._memory = SurvivalMemory(block_size)
+        self._plans = (_Plan([]), _Plan([]))  # without prompts in the pass, with
+        self._depth: list[int] = []  # by row: drafts of the next block
+        self._looked_up: list[bool] = []  # by row: the last block was
+        self._skipped = np.zeros(0)  # by row: steps since it was drafted
+        self._wait = np.zeros(0)  # by row: steps until the next probe
+        self._num_steps = 0
+        self._planned_at = 0
+        self._probe_credit_s = 0.0
+        self.decay = 0.8  # usual ratio of a_{k+1} to a_k
+
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether no rated block was ever remembered."""
+        return self._has_confidence and self._memory.num_all == 0
+
+    def reset(self, rows: list[int], num_rows: int) -> None:
+        """Start anew for sequences that were just given these rows."""
+        self._memory.reset(rows, num_rows)
+        self._skipped, self._wait = grown(self._skipped, num_rows), grown(self._wait, num_rows)
+        missing = num_rows - len(self._depth)
+        self._depth += [self._block_size] * missing
+        self._looked_up += [False] * missing
+        for plan in self._plans:
+            plan.drafts += [plan.newcomers] * missing
+            for row in rows:
+                plan.drafts[row] = plan.newcomers
+        known = self._memory.num_all >= SurvivalMemory.ALL
+        for row in rows:
+            self._depth[row], self._looked_up[row] = self._block_size, False
+            self._skipped[row], self._wait[row] = 0.0, _KNOWN_WAIT if known else _FIRST_WAIT
+
+    # -- before drafting -------------------------------------------------------------------------------------------
+
+    def plan_is_due(self, num_eligible: int, prefill_tokens: int) -> bool:
+        """Say that a step begins; return whether `replan` must come before `wanted`."""
+        self._num_steps += 1
+        plan = self._plans[prefill_tokens > 0]
+        changed = abs(num_eligible - plan.num_eligible)
+        return self._num_steps - plan.made_at >= _EVERY or 8 * changed > plan.num_eligible
+
+    def wanted(self, rows: list[int], caps: list[int], *, prefill_tokens: int, whole: bool) -> list[int]:
+        """Return the drafts to ask for [R] by the plan that holds; `whole` asks for whole blocks."""
+        drafts, depth = self._plans[prefill_tokens > 0].drafts, self._depth
+        if whole or not self._has_confidence:
+            return [cap if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
+        return [min(cap, depth[row]) if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
+
+    def replan(self, rows: list[int], caps: Int32, *, prefill_tokens: int) -> list[int]:
+        """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
+        eligible = caps > 0
+        at = np.array(rows, np.int64)
+        plan = self._plans[prefill_tokens > 0]
+        plan.made_at, plan.num_eligible = self._num_steps, int(np.count_nonzero(eligible))
+        # What was looked up costs no drafting, and goes on being looked up: it takes no part in the question.
+        counted = eligible & ~np.array([self._looked_up[row] for row in rows], np.bool_)
+        if not counted.any():
+            counted = eligible
+        num_counted = int(np.count_nonzero(counted))
+        num_sequences = len(rows)
+        draft_s = self._costs.model.draft_s_range(num_counted)
+        verify_s, _ = self._costs.seconds(
+            num_sequences=num_sequences,
+            prefill_tokens=prefill_tokens,
+            num_blocks=0,
+            count=num_sequences * self._block_size + 1,
+        )
+        if self.knows_nothing or draft_s[-1] <= _FREE * verify_s[0]:
+            drafted = counted
+            if self.knows_nothing:
+                plan.made_at -= _EVERY  # until something is known
+        else:
+            drafted = self._worth(at, caps, counted, verify_s, draft_s)
+        plan.newcomers = 2 * int(np.count_nonzero(drafted)) > num_counted
+        for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
+            plan.drafts[row] = chosen if asked else plan.newcomers
+        passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
+        return self._probed(at, counted, drafted, draft_s, float(verify_s[0]), passed)
+
+    def _worth(self, rows: Int64, caps: Int32, counted: Bool, verify_s: Float64, draft_s: Float64) -> Bool:
+        num_sequences = len(rows)
+        at_most = np.arange(self._block_size, dtype=np.int32) < caps[:, None]
+        if self._has_confidence:
+            many = num_sequences * self._block_size > _MANY
+            samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN) * at_most
+        else:
+            samples = survival_of(self._stats.confidence(rows), caps)[None]
+        if num_sequences > 1:
+            return plan_drafting(
+                samples,
+                counted,
+                num_sequences=num_sequences,
+                verify_s=verify_s,
+                draft_s=draft_s,
+                early_stop=self._early_stop,
+            )
+        worth = worth_drafting(
+            samples[:, 0].tolist(),
+            verify_s=verify_s.tolist(),
+            draft_s=float(draft_s[0]),
+            margin=MARGIN,
+            early_stop=self._early_stop,
+        )
+        return np.array([worth])
+
+    def _probed(
+        self, rows: Int64, counted: Bool, drafted: Bool, draft_s: Float64, verify_s: float, passed: int
+    ) -> list[int]:
+        """Return a few sequences that the plan leaves out, those skipped longest, within a budget of time."""
+        self._skipped[rows] = np.where(drafted, 0.0, self._skipped[rows] + passed)
+        self._wait[rows[drafted]] = _FIRST_WAIT
+        left = np.flatnonzero(counted & ~drafted)
+        if not len(left):
+            return []
+        most = 2.0 * float(draft_s[-1])
+        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * verify_s * passed, most)
+        skipped, wait = self._skipped[rows[left]], self._wait[rows[left]]
+        due = left[skipped >= wait]
+        if not len(due):
+            return []
+        num = int(np.count_nonzero(drafted))
+        paid = float(draft_s[num - 1]) if num else 0.0
+        if not num:  # the fixed part of drafting is paid once: take those along that are due soon
+            due = left[2.0 * skipped >= wait]
+        due = due[np.argsort(-self._skipped[rows[due]], kind="stable")][:_PROBED]
+        cost_s = float(draft_s[num + len(due) - 1]) - paid
+        if cost_s > self._probe_credit_s:
+            return []
+        self._probe_credit_s -= cost_s
+        at = rows[due]
+        self._wait[at] = np.minimum(2.0 * self._wait[at], _LONGEST_WAIT)
+        self._skipped[at] = 0.0
+        return [int(index) for index in due]
+
+    # -- after the step --------------------------------------------------------------------------------------------
+
+    def deepen(
+        self, rows: list[int], *, num_drafts: list[int], verify_len: list[int], looked_up: list[bool] | None
+    ) -> None:
+        """Say how the blocks of a step ended.
+
+        The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step
+        of the sequential head. A block that was verified whole was too short, and one that was looked up cost no step.
+        """
+        for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
+            if not drafts:
+                continue
+            self._looked_up[row] = looked_up is not None and looked_up[index]
+            if self._looked_up[row]:
+                self._depth[row] = self._block_size
+            else:
+                deeper = drafts + _DEEPER if verified >= drafts else verified + 1
+                self._depth[row] = min(deeper, self._block_size)
+
+    def remember(self, rows: Int64, survival: Float64, num_drafts: Int32) -> None:
+        """Keep the survivals [N, G] of rated blocks of steps that are over, in their order."""
+        survival = survival_beyond(survival, num_drafts)
+        self._memory.observe(rows, survival)
+        total = float(survival[:, :-1].sum())
+        if total > 0.0:
+            rate = 1.0 - 0.95 ** (len(rows) / max(len(set(rows.tolist())), 1))  # 0.05 a step
+            self.decay += rate * (float(survival[:, 1:].sum()) / total - self.decay)
