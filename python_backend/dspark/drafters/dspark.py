@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dspark.drafters.device_draws import drawn_block
 from dspark.drafters.interface import DraftBlock, DraftInput, GreedyBlockExecutor
 from dspark.errors import NonFiniteError, RequestError
 from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
@@ -70,7 +71,8 @@ class DSparkDrafter:
                 confidence_logits=greedy.confidence_logits,
             )
         else:
-            found = self._sample_block(active, batch, num_drafts)
+            drawn = drawn_block(self.executor, active, batch, num_drafts, self._draft_to_target)
+            found = drawn or self._sample_block(active, batch, num_drafts)
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
 
     def _sample_block(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
+from dspark.drafters.device_draws import BlockDraws, SampledBlock
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
 from dspark.executors.tensorrt_bindings import Precision, drafter_bindings
@@ -24,6 +25,8 @@ __all__ = ["TensorRTBlockDrafter"]
 
 _PADDING = {"new_slots": -1.0, "page_table": -1.0, "top_p": 1.0}
 _GREEDY = ("draft_tokens", "num_tokens", "confidence_logits")
+_DRAWS = ("seeds", "temperature", "top_k", "top_p", "min_p", "coupled")
+_SAMPLED = (*_GREEDY, "draft_probs")
 _BLOCK = ("base_logits", "hidden")
 
 
@@ -32,7 +35,7 @@ class TensorRTBlockDrafter:
 
     Arguments:
         session: runs the drafter's graph.
-        checkpoint: the drafter; its heads are read for requests that are not plain greedy.
+        checkpoint: the drafter; its heads are read for requests whose drafts the host draws.
         precision: that of the export.
         shapes: the largest call.
     """
@@ -67,39 +70,51 @@ class TensorRTBlockDrafter:
         self._runner.allocate(
             num_slots=num_pages * page_size,
             buckets=drafter_buckets(self._shapes, self.config.block_size),
-            outputs=[_GREEDY],
+            outputs=[_GREEDY, _SAMPLED],
         )
 
     def append_context(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
         """Take features [N, m*d] of rows whose keys and values belong into `slots` [N]; written before any draft."""
         self._waiting = self._waiting.followed_by(_Rows(features, positions, slots))
         while len(self._waiting.slots) > self._shapes.max_new_rows:
-            self._run(_no_block(self._shapes.max_pages), np.zeros(0, np.int32), ())
+            self._run(_no_block(self._shapes.max_pages), np.zeros(0, np.int32), (), _arg_max(0))
 
     # The block
 
     def draft(self, batch: DraftBatch) -> BlockOutput:
         """Run the block pass of every sequence."""
-        found = self._run(batch, np.zeros(len(batch.anchors), np.int32), _BLOCK)
+        num_sequences = len(batch.anchors)
+        found = self._run(batch, np.zeros(num_sequences, np.int32), _BLOCK, _arg_max(num_sequences))
         return BlockOutput(base_logits=found["base_logits"], hidden=found["hidden"])
 
     def draft_greedy(self, batch: DraftBatch, *, num_drafts: Int32) -> GreedyBlock:
         """Draft whole greedy blocks; `num_drafts` [R], each at least 1. Logits never leave the device."""
-        found = self._run(batch, num_drafts, _GREEDY)
-        has_confidence = self.config.enable_confidence_head
+        found = self._run(batch, num_drafts, _GREEDY, _arg_max(len(batch.anchors)))
         return GreedyBlock(
             tokens=found["draft_tokens"],
             num_tokens=found["num_tokens"],
-            confidence_logits=found["confidence_logits"] if has_confidence else None,
+            confidence_logits=self._rated(found),
         )
 
+    def draft_sampled(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> SampledBlock:
+        """Draft whole blocks, drawn on the device with the requests' own noise; `num_drafts` [R], each at least 1."""
+        found = self._run(batch, num_drafts, _SAMPLED, draws)
+        return SampledBlock(
+            tokens=found["draft_tokens"],
+            num_tokens=found["num_tokens"],
+            draft_probs=found["draft_probs"],
+            confidence_logits=self._rated(found),
+        )
+
+    def _rated(self, found: dict[str, npt.NDArray[Any]]) -> Float32 | None:
+        return found["confidence_logits"] if self.config.enable_confidence_head else None
+
     def _run(
-        self, batch: DraftBatch, num_drafts: Int32, outputs: tuple[str, ...]
+        self, batch: DraftBatch, num_drafts: Int32, outputs: tuple[str, ...], draws: BlockDraws
     ) -> dict[str, npt.NDArray[Any]]:
         """Write the rows that wait and draft; return outputs of the real sequences."""
         shapes, num_sequences = self._shapes, len(batch.anchors)
         new, self._waiting = self._waiting.cut(shapes.max_new_rows)
-        zeros, reals = np.zeros(num_sequences, np.int32), np.zeros(num_sequences, np.float32)
         feeds: dict[str, npt.NDArray[Any]] = {
             "features": new.features,
             "new_positions": new.positions,
@@ -109,12 +124,7 @@ class TensorRTBlockDrafter:
             "context_len": batch.context_len,
             "page_table": batch.page_table,
             "num_drafts": num_drafts,
-            "seeds": zeros.astype(np.int64),
-            "temperature": reals,
-            "top_k": zeros,
-            "top_p": reals + 1,
-            "min_p": reals,
-            "coupled": zeros,
+            **{name: getattr(draws, name) for name in _DRAWS},
         }
         sizes = {
             "R": bucket("sequences of a call", num_sequences, shapes.max_sequences),
@@ -168,6 +178,19 @@ class _Rows:
             _Rows(self.features[first], self.positions[first], self.slots[first]),
             _Rows(self.features[rest], self.positions[rest], self.slots[rest]),
         )
+
+
+def _arg_max(num_sequences: int) -> BlockDraws:
+    """Return how blocks of likeliest tokens are drawn."""
+    zeros, reals = np.zeros(num_sequences, np.int32), np.zeros(num_sequences, np.float32)
+    return BlockDraws(
+        seeds=zeros.astype(np.int64),
+        temperature=reals,
+        top_k=zeros,
+        top_p=reals + 1,
+        min_p=reals,
+        coupled=zeros,
+    )
 
 
 def _no_block(max_pages: int) -> DraftBatch:

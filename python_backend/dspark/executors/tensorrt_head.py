@@ -1,6 +1,6 @@
-"""The sequential head and the confidence head on the host, for requests whose drafts go through their own sampler.
+"""The sequential head and the confidence head on the host, for requests whose drafts look at their text.
 
-Small products in float32; plain greedy blocks stay on the device and never come here.
+Small products in float32; blocks that the device draws never come here.
 """
 
 from __future__ import annotations

@@ -59,15 +59,17 @@ def load_served_engine(
     manifest = checked_export(
         folder, target=target.config, drafter=checkpoint, page_size=config.page_size
     )  # before its numbers are believed
-    problems, longest = [], target.config.max_context_len
+    problems: list[str] = []
+    longest = target.config.max_context_len
     if built is not None:
         longest = min(longest, _longest_context(built, config.page_size, outline.block_size))
     asked = replace(config, max_context_len=config.max_context_len or longest)
     dtype = DTYPE_NAMES[manifest.precision]
-    if config.dtype not in ("auto", dtype):
-        problems.append(
-            f"dtype: got {config.dtype!r}, the engine in {folder} computes in {dtype}; allowed is auto or {dtype}"
-        )
+    problems += [
+        f"{name}: got {value!r}, the engine in {folder} computes in {dtype}; allowed is auto or {dtype}"
+        for name in ("dtype", "drafter_dtype")
+        if (value := getattr(config, name)) not in ("auto", dtype)
+    ]
     if built is not None:
         problems += _beyond(built, asked, longest, block_size=outline.block_size, folder=folder)
     if problems:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dspark.config import ServeConfig
+from dspark.config import ServeConfig, drafter_dtype
 from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.loading import DrafterOutline
@@ -42,10 +42,11 @@ def load_pair_on(
         ConfigError: no such GPU, or a dtype that torch has not.
     """
     device = torch_device(name)
-    if config.dtype not in ("auto", *_PRECISIONS):
-        raise ConfigError(
-            f"dtype: got {config.dtype!r}, allowed on {device} are auto, {', '.join(_PRECISIONS)}"
-        )
+    for setting in ("dtype", "drafter_dtype"):
+        if (value := getattr(config, setting)) not in ("auto", *_PRECISIONS):
+            raise ConfigError(
+                f"{setting}: got {value!r}, allowed on {device} are auto, {', '.join(_PRECISIONS)}"
+            )
     shapes = engine_shapes(
         max_sequences=config.max_batch_size,
         max_step_tokens=config.max_step_tokens,
@@ -84,12 +85,14 @@ def pair_on(
     dtype: str,
     shapes: EngineShapes,
     page_size: int,
+    blocks_dtype: str = "auto",
     capture: Capture | None = None,
 ) -> EnginePair:
-    """Load a target and, where there is one, its drafter, which has the target's tables and dtype.
+    """Load a target and, where there is one, its drafter; with the same dtype they share embedding and head.
 
     Arguments:
         dtype: float32, bfloat16 or float16; auto = what the device is good at.
+        blocks_dtype: of the drafter; auto = the target's.
         shapes: the largest pass; the small ones are captured when caches are allocated.
         capture: None = CUDA graphs on a GPU, nothing elsewhere.
     """
@@ -110,17 +113,18 @@ def pair_on(
     if drafter is None:
         return EnginePair(target, None)
     embedding, head = target.embedding_and_head()
-    blocks = TorchBlockDrafter(
+    blocks = drafter_dtype(blocks_dtype, executor="torch", target_dtype=chosen)
+    block_model = TorchBlockDrafter(
         drafter,
         target_embedding=embedding,
         target_head=head,
-        dtype=chosen,
+        dtype=blocks,
         device=str(device),
-        tables=model.tables(),
+        tables=model.tables() if blocks == chosen else None,
     )
-    blocks.use_pages(page_size)
-    session = TorchSession(blocks, device, _capture_on(device, capture))
-    executor = TensorRTBlockDrafter(session, drafter, precision=_PRECISIONS[chosen], shapes=shapes)
+    block_model.use_pages(page_size)
+    session = TorchSession(block_model, device, _capture_on(device, capture))
+    executor = TensorRTBlockDrafter(session, drafter, precision=_PRECISIONS[blocks], shapes=shapes)
     return EnginePair(target, DSparkDrafter(executor, drafter.draft_to_target))
 
 
