@@ -579,6 +579,54 @@ void attend_of(const Attention& a) {
   }
 }
 
+int top(float* x, const float* base, int n, int most, float* values, int32_t* indices, float* log_sum) {
+  constexpr int kBlock = 64;
+  vf poison = vzero();
+  int found = 0;
+  for (int start = 0; start < n; start += kBlock) {
+    const int count = n - start < kBlock ? n - start : kBlock;
+    float* line = x + start;
+    float high = -kInfinity;
+    if (count == kBlock) {
+      vf best = vset(-kInfinity);
+      for (int j = 0; j < kBlock; j += 16) {
+        const vf v = base ? vadd(vload(line + j), vload(base + start + j)) : vload(line + j);
+        vstore(line + j, v);
+        best = vmax(v, best);
+        poison = vfma(v, vzero(), poison);
+      }
+      high = vlane_max(best);
+    } else {
+      float bad = 0.0f;
+      for (int j = 0; j < count; ++j) {
+        if (base) line[j] += base[start + j];
+        high = line[j] > high ? line[j] : high;
+        bad += line[j] * 0.0f;
+      }
+      poison = vadd(poison, vset(bad));
+    }
+    if (found == most && !(high > values[most - 1])) continue;
+    for (int j = 0; j < count; ++j) {
+      if (found == most && !(line[j] > values[most - 1])) continue;
+      int place = found < most ? found++ : most - 1;
+      for (; place > 0 && line[j] > values[place - 1]; --place) {
+        values[place] = values[place - 1];
+        indices[place] = indices[place - 1];
+      }
+      values[place] = line[j];
+      indices[place] = start + j;
+    }
+  }
+  if (!(vlane_sum(poison) == 0.0f)) return 0;
+  const vf largest = vset(values[0]);
+  vf sum = vzero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) sum = vadd(sum, vexp(vsub(vload(x + i), largest)));
+  if (i < n) sum = vadd(sum, vselect_range(vexp(vsub(load_partial(x + i, n - i), largest)), vzero(), 0, n - i));
+  *log_sum = values[0] + __builtin_logf(vlane_sum(sum));
+  return found;
+}
+
 void attend(const Attention& a) {
   if (a.cache.dtype == kFloat32) {
     attend_of<float>(a);
@@ -617,5 +665,5 @@ void combine(const float* partial, int chunks, int64_t stride, int group, int he
 }  // namespace
 
 namespace dspark {
-const Kernels DSPARK_KERNELS = {DSPARK_NAME, kWideBfloat16, gemm, prepare_row, heads, attend, combine, argmax, norm_row, dot, read};
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, kWideBfloat16, gemm, prepare_row, heads, attend, combine, argmax, top, norm_row, dot, read};
 }  // namespace dspark

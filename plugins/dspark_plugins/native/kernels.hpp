@@ -103,6 +103,9 @@ struct Kernels {
   void (*combine)(const float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad,
                   float* out);
   void (*argmax)(const float* x, int n, int32_t* index, uint8_t* finite);
+  // Of x + base (x alone where base is null), which is left in x: the `most` largest values in falling order, the lowest
+  // index first among equals, and the logarithm of the sum of all exponentials. Returns how many; 0 when one is not finite.
+  int (*top)(float* x, const float* base, int n, int most, float* values, int32_t* indices, float* log_sum);
   // Normalise one row in place.
   void (*norm_row)(float* x, const float* norm, float eps, int n);
   float (*dot)(const float* x, const float* y, int n);

@@ -16,9 +16,6 @@
 namespace dspark {
 namespace {
 
-constexpr int kBlock = 64;       // logits looked at together
-constexpr int kMaxBranch = 16;
-
 enum Kind : int32_t {
   kEmbedRows,  // [rows] W1[x] and the rating of each path's end
   kBias,       // [panels] bias = W1[x] W2
@@ -35,24 +32,6 @@ struct Node {
   int32_t token, parent, depth, rank;
   float log_q, path, rating;  // path: sum of log_q from the anchor
 };
-
-// exp of -80 <= x <= 0 within 2e-7 of it, in a form that compilers turn into vector code.
-inline float exp_negative(float x) {
-  const float shifted = x * 1.44269504f + 12582912.0f;  // rounds to the nearest integer
-  const float whole = shifted - 12582912.0f;
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * rest + 1.3981999507e-3f;
-  p = p * rest + 8.3334519073e-3f;
-  p = p * rest + 4.1665795894e-2f;
-  p = p * rest + 1.6666665459e-1f;
-  p = p * rest + 5.0000001201e-1f;
-  p = p * rest * rest + rest + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
 
 }  // namespace
 
@@ -167,57 +146,15 @@ void Tree::embed_row(int level, int row) {
 }
 
 void Tree::top_row(int level, int row) {
-  const int vocab = c_.draft_vocab_size, branch = call_.branch;
+  const int vocab = c_.draft_vocab_size;
   const int i = row / widths_[static_cast<size_t>(level)];
   const float* base = call_.logits + (int64_t{i} * call_.steps + level) * vocab;
   float* line = bias_.as<float>() + int64_t{row} * vocab;
-  const size_t at = static_cast<size_t>(row) * static_cast<size_t>(branch);
-  float* value = top_value_.data() + at;
-  int32_t* index = top_index_.data() + at;
-  int found = 0;
-  bool finite = true;
-  for (int start = 0; start < vocab; start += kBlock) {
-    const int count = std::min(kBlock, vocab - start);
-    float* x = line + start;
-    const float* u = base + start;
-    if (w2_) {
-      for (int j = 0; j < count; ++j) x[j] += u[j];
-    } else {
-      std::memcpy(x, u, static_cast<size_t>(count) * 4);
-    }
-    float high = -INFINITY, sum = 0.0f;
-    for (int j = 0; j < count; ++j) {
-      high = x[j] > high ? x[j] : high;
-      sum += x[j] * 0.0f;  // NaN where anything is not finite
-    }
-    if (!(sum == 0.0f)) finite = false;
-    if (found == branch && high <= value[branch - 1]) continue;
-    for (int j = 0; j < count; ++j) {
-      if (found == branch && x[j] <= value[branch - 1]) continue;
-      int place = found < branch ? found++ : branch - 1;
-      for (; place > 0 && x[j] > value[place - 1]; --place) {
-        value[place] = value[place - 1];
-        index[place] = index[place - 1];
-      }
-      value[place] = x[j];
-      index[place] = start + j;
-    }
-  }
-  top_count_[static_cast<size_t>(row)] = finite ? found : 0;
-  if (!finite) return;
-  const float most = value[0];
-  float lanes[16] = {};
-  int j = 0;
-  for (; j + 16 <= vocab; j += 16) {
-    for (int lane = 0; lane < 16; ++lane) {
-      const float x = line[j + lane] - most;
-      lanes[lane] += exp_negative(x < -80.0f ? -80.0f : x);
-    }
-  }
-  float sum = 0.0f;
-  for (float lane : lanes) sum += lane;
-  for (; j < vocab; ++j) sum += exp_negative(line[j] - most < -80.0f ? -80.0f : line[j] - most);
-  lse_[static_cast<size_t>(row)] = most + std::log(sum);
+  if (!w2_) std::memcpy(line, base, static_cast<size_t>(vocab) * 4);
+  const size_t at = static_cast<size_t>(row) * static_cast<size_t>(call_.branch);
+  top_count_[static_cast<size_t>(row)] =
+      kernels_.top(line, w2_ ? base : nullptr, vocab, call_.branch, top_value_.data() + at, top_index_.data() + at,
+                   &lse_[static_cast<size_t>(row)]);
 }
 
 void Tree::grow(int level, int sequence) {
