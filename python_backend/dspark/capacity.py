@@ -23,7 +23,7 @@ from dspark.errors import ConfigError
 from dspark.executors.interface import TargetExecutor
 from dspark.scheduling.cost_model import CapacityFile, CostCurve, Fingerprint
 from dspark.scheduling.machine import machine_name
-from dspark.scheduling.measurement import Bench, measure_curve, pages_needed
+from dspark.scheduling.measurement import Bench, measure_curve, pages_needed, rows_of_a_sequence
 from dspark.serving.paths import state_dir
 
 __all__ = ["fingerprint_of", "measure_pair", "starting_curve"]
@@ -157,7 +157,7 @@ def measure_pair(
     """Measure a pair whose caches, of `num_pages` pages, are allocated and hold nothing.
 
     Arguments:
-        max_batch_size: most sequences that are drafted together.
+        max_batch_size: most sequences of a pass, and that are drafted together.
         max_target_tokens: rows of the largest pass; 0 = a full batch of full blocks. Less when the cache is small.
         seconds: to spend.
         quick: see `measure_curve`.
@@ -168,7 +168,7 @@ def measure_pair(
     long_context = min(_QUICK_CONTEXT, max_context_len // 2) if quick else 1024
     most = max_target_tokens or max_batch_size * (1 + drafter.block_size)
     while most >= _LEAST_ROWS and num_pages < pages_needed(
-        max_target_tokens=most, page_size=page_size, long_context=long_context
+        max_target_tokens=most, page_size=page_size, long_context=long_context, max_sequences=max_batch_size
     ):
         most //= 2
     if most < _LEAST_ROWS or max_context_len < 4 * page_size:
@@ -177,7 +177,14 @@ def measure_pair(
             f" a pass of {_LEAST_ROWS} rows behind {4 * page_size} tokens; give more cache bytes"
         )
     return measure_curve(
-        Bench(target=target, drafter=drafter, page_size=page_size, long_context=long_context),
+        Bench(
+            target=target,
+            drafter=drafter,
+            page_size=page_size,
+            long_context=long_context,
+            max_sequences=max_batch_size,
+            most_rows=rows_of_a_sequence(most, max_batch_size),
+        ),
         max_target_tokens=most,
         max_blocks=min(max_batch_size, most),
         budget_s=seconds,

@@ -9,7 +9,14 @@ import pytest
 from dspark.drafters.interface import DraftBlock
 from dspark.errors import ConfigError
 from dspark.executors.interface import StepBatch, TargetOutput
-from dspark.scheduling.measurement import Bench, measure_curve, pages_needed, rising, sizes_to_measure
+from dspark.scheduling.measurement import (
+    Bench,
+    measure_curve,
+    pages_needed,
+    rising,
+    rows_of_a_sequence,
+    sizes_to_measure,
+)
 
 PAGE = 16
 
@@ -107,6 +114,36 @@ def test_drafting_and_context_are_measured() -> None:
     assert curve.context_s == pytest.approx(2e-6, rel=0.01)
     shares = [share for share, _ in told]
     assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("max_sequences", [3, 5, 64])
+def test_no_pass_has_more_sequences_than_are_allowed(max_sequences: int) -> None:
+    most = 3 * 16
+
+    class Limited(FakeMachine):
+        def forward(self, batch):
+            assert len(batch.context_len) <= max_sequences
+            return super().forward(batch)
+
+    num_pages = pages_needed(max_target_tokens=most, page_size=PAGE, max_sequences=max_sequences)
+    machine = Limited(lambda rows: 0.010 + 2e-4 * rows, num_pages=num_pages)
+    bench = Bench(
+        target=machine,
+        drafter=machine,
+        page_size=PAGE,
+        max_sequences=max_sequences,
+        most_rows=rows_of_a_sequence(most, max_sequences),
+    )
+    curve = measure_curve(
+        bench,
+        max_target_tokens=most,
+        max_blocks=3,
+        budget_s=5.0,
+        clock=machine.clock,
+        progress=lambda _share, _text: None,
+        max_context_len=2048,
+    )
+    assert curve.max_target_tokens == most
 
 
 def test_a_flat_machine_is_refused() -> None:

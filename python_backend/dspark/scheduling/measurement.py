@@ -22,12 +22,12 @@ from dspark.sampling.transforms import TokenSampler
 from dspark.scheduling.cost_model import CostCurve
 from dspark.scheduling.interface import Float64
 
-__all__ = ["Bench", "measure_curve", "pages_needed", "rising", "sizes_to_measure"]
+__all__ = ["Bench", "measure_curve", "pages_needed", "rising", "rows_of_a_sequence", "sizes_to_measure"]
 
 Clock = Callable[[], float]
 Progress = Callable[[float, str], None]
 
-_ROWS_PER_SEQUENCE = 4  # of a verification pass
+_ROWS_PER_SEQUENCE = 4  # of a verification pass, more where so many sequences may not be in one
 _CONTEXT = 64  # cached tokens of every sequence
 _LONG = 1024  # cached tokens of the passes that tell what context costs
 _LONG_ROWS = 8
@@ -50,28 +50,48 @@ def _doubling(most: int) -> list[int]:
     return doubled + [low + low // 2 for low, high in pairwise(doubled) if low < low + low // 2 < high]
 
 
-def pages_needed(*, max_target_tokens: int, page_size: int, long_context: int = _LONG) -> int:
-    """Return the pages of the cache that measuring writes to."""
+def pages_needed(
+    *, max_target_tokens: int, page_size: int, long_context: int = _LONG, max_sequences: int = 0
+) -> int:
+    """Return the pages of the cache that measuring writes to.
+
+    Arguments:
+        max_sequences: of a pass; 0 = any number.
+    """
     num_sequences = -(-max_target_tokens // _ROWS_PER_SEQUENCE)
-    return _shared_pages(page_size, long_context) + num_sequences * _pages_of_rows(page_size)
+    if max_sequences:
+        num_sequences = min(num_sequences, max_sequences)
+    own = _pages_of_rows(page_size, rows_of_a_sequence(max_target_tokens, max_sequences))
+    return _shared_pages(page_size, long_context) + num_sequences * own
+
+
+def rows_of_a_sequence(num_rows: int, max_sequences: int) -> int:
+    """Return how many rows of a pass over `num_rows` a sequence has; `max_sequences` 0 = any number of them."""
+    return max(_ROWS_PER_SEQUENCE, -(-num_rows // max_sequences) if max_sequences else 0)
 
 
 def _shared_pages(page_size: int, long_context: int) -> int:
     return -(-max(long_context, _CONTEXT) // page_size)
 
 
-def _pages_of_rows(page_size: int) -> int:
-    return -(-_LONG_ROWS // page_size) + 1  # the context may end inside a page
+def _pages_of_rows(page_size: int, most_rows: int) -> int:
+    return -(-max(most_rows, _LONG_ROWS) // page_size) + 1  # the context may end inside a page
 
 
 @dataclass(slots=True)
 class Bench:
-    """Makes passes over an allocated cache. All sequences share the pages of one context; their rows do not."""
+    """Makes passes over an allocated cache. All sequences share the pages of one context; their rows do not.
+
+    max_sequences: of a pass; 0 = any number. Passes with more rows than that at four each give them more.
+    most_rows: of a sequence, for the largest pass.
+    """
 
     target: TargetExecutor
     drafter: Drafter
     page_size: int
     long_context: int = _LONG  # cached tokens of the passes that tell what context costs
+    max_sequences: int = 0
+    most_rows: int = _ROWS_PER_SEQUENCE
     context_len: int = 0
 
     def fill(self, context_len: int) -> None:
@@ -87,10 +107,11 @@ class Bench:
                 self.drafter.observe(features=output.features, positions=batch.positions, slots=batch.slots)
         self.context_len = context_len
 
-    def verify(self, num_rows: int, *, rows_per_sequence: int = _ROWS_PER_SEQUENCE) -> TargetOutput:
-        """Run a pass over `num_rows` decoding rows, all of whose logits are needed."""
-        full, rest = divmod(num_rows, rows_per_sequence)
-        return self.target.forward(self._batch([rows_per_sequence] * full + [rest] * (rest > 0)))
+    def verify(self, num_rows: int, *, rows_per_sequence: int = 0) -> TargetOutput:
+        """Run a pass over `num_rows` decoding rows, all of whose logits are needed; 0 of a sequence = as usual."""
+        each = rows_per_sequence or rows_of_a_sequence(num_rows, self.max_sequences)
+        full, rest = divmod(num_rows, each)
+        return self.target.forward(self._batch([each] * full + [rest] * (rest > 0)))
 
     def draft(self, num_blocks: int) -> None:
         """Draft one greedy block for each of `num_blocks` sequences."""
@@ -127,7 +148,8 @@ class Bench:
         return [(7919 * i + 11) % self.target.config.vocab_size for i in range(count)]
 
     def _own_pages(self, sequence: int, num_rows: int) -> list[int]:
-        first = _shared_pages(self.page_size, self.long_context) + sequence * _pages_of_rows(self.page_size)
+        own = _pages_of_rows(self.page_size, self.most_rows)
+        first = _shared_pages(self.page_size, self.long_context) + sequence * own
         last = (self.context_len % self.page_size + num_rows - 1) // self.page_size
         return list(range(first, first + last + 1))
 
