@@ -101,8 +101,7 @@ def test_a_cost_curve_is_measured_and_names_the_executor(
     monkeypatch.setattr(capacity, "state_dir", lambda: tmp_path)
     monkeypatch.setattr(capacity, "_QUICK_S", 0.5)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    # Two sequences take whole blocks: more rows of each than the usual four.
-    engine, told = start(home, policy="auto", capacity="auto", max_step_tokens=128, max_batch_size=2)
+    engine, told = start(home, policy="auto", capacity="auto", max_step_tokens=128)
     assert engine.scheduler.cost_model is not None and engine.scheduler.cost_model.measured
     (kept,) = (tmp_path / "capacity").iterdir()
     assert json.loads(kept.read_text())["fingerprint"]["executor"] == "onnxruntime"
