@@ -37,6 +37,8 @@ class ServeConfig:
         trained for this target, else `ngram`).
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
+    draft_tree: most drafts of a tree, 0 = chains alone. A trained drafter then gives second and third choices beside
+        the likeliest token in steps that are greedy throughout; sampled requests get chains. Executors native, torch.
     drafter_dtype: of a trained drafter's weights. Verification is lossless whatever a drafter computes in, so it may be
         narrower than the target: `auto` is int8 with the native executor, else the
         target's. Engines hold their drafter as they were built: `auto`.
@@ -65,6 +67,7 @@ class ServeConfig:
     target: str = ""
     drafter: str = "auto"
     prompt_lookup: bool = False
+    draft_tree: int = 0
     dtype: str = "auto"
     drafter_dtype: str = "auto"
     executor: str = "auto"
@@ -173,6 +176,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "target": _text,
     "drafter": _text,
     "prompt_lookup": _boolean,
+    "draft_tree": _whole(0, 64),
     "dtype": _one_of(*DTYPES),
     "drafter_dtype": _one_of(*DTYPES),
     "executor": _one_of(*EXECUTORS),

@@ -108,6 +108,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with a drafter folder: look the text's end up in the text first, draft where that finds nothing",
     )
+    parser.add_argument(
+        "--draft-tree",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with a drafter folder: trees of up to N drafts for greedy requests; 0 = chains (default)",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="prompt text, used as it is unless --chat is given")
     source.add_argument("--prompt-ids", help="token ids, e.g. 3,5,7; needs no tokenizer")
@@ -166,6 +173,7 @@ def run_generate(args: argparse.Namespace) -> int:
             "target": args.target,
             "drafter": args.drafter,
             "prompt_lookup": args.prompt_lookup,
+            "draft_tree": args.draft_tree,
             "dtype": args.dtype,
             "executor": args.executor,
             "engine": args.engine,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dspark.calibration.files import load_calibrator, save_calibrator
 from dspark.calibration.online import OnlineCalibrator
+from dspark.calibration.tree import BlockCalibrator
 from dspark.capacity import starting_curve
 from dspark.config import ENGINE_EXECUTORS, ServeConfig
 from dspark.drafters.dspark import DSparkDrafter
@@ -21,12 +22,13 @@ from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.engine.thread import EngineThread
 from dspark.errors import ConfigError, EngineError
-from dspark.executors.interface import TargetExecutor
+from dspark.executors.interface import CacheMover, TargetExecutor
 from dspark.executors.loading import LoadedPair, load_pair
 from dspark.models.config import TargetConfig
 from dspark.models.loading import load_target
 from dspark.models.tokenizer import Tokenizer
 from dspark.scheduling.cost_model import CostCurve, CostModel
+from dspark.scheduling.interface import Calibrator
 from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import Scheduler, make_scheduler
 from dspark.serving.paths import state_dir
@@ -143,6 +145,8 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     for notice in _notices(config, target):
         progress(notice)
     progress(f"drafter {drafter.name}, block {outline.block_size}")
+    if config.draft_tree and outline.block_size:
+        _use_trees(target, drafter, size=config.draft_tree, progress=progress)
     limits = engine_limits(config, target, drafter, longest=pair.max_context_len)
     for part in (target, drafter):
         part.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
@@ -158,15 +162,37 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         drafter=drafter,
         scheduler=make_scheduler(
             config.policy,
-            block_size=outline.block_size,
+            block_size=drafter.block_size,
             has_confidence=outline.has_confidence,
             cost_model=None if curve is None else CostModel(curve),
-            calibrator=_calibrator(config, spec, outline, target_hash=target.config.model_hash),
+            calibrator=_for_blocks(
+                _calibrator(config, spec, outline, target_hash=target.config.model_hash),
+                chain_len=outline.block_size,
+                block_size=drafter.block_size,
+            ),
         ),
         limits=limits,
         tokenizer=checkpoint.tokenizer,
         rule=config.rule,
     )
+
+
+def _use_trees(target: TargetExecutor, drafter: Drafter, *, size: int, progress: Progress) -> None:
+    """Let a drafter that can make trees make them, where the target can verify them; say so, or why not."""
+    if not isinstance(drafter, DSparkDrafter):
+        progress(f"draft_tree: left aside, drafter {drafter.name} makes chains")
+    elif not isinstance(target, CacheMover):
+        progress(f"draft_tree: left aside, executor {target.name} verifies chains")
+    else:
+        drafter.use_trees(size)
+        progress(f"trees of up to {size} drafts for greedy requests")
+
+
+def _for_blocks(calibrator: OnlineCalibrator | None, *, chain_len: int, block_size: int) -> Calibrator | None:
+    """Return the calibrator of chains, made to fit blocks that may be wider than they are."""
+    if calibrator is None or chain_len == block_size:
+        return calibrator
+    return BlockCalibrator(calibrator, chain_len=chain_len)
 
 
 def _notices(config: ServeConfig, target: TargetExecutor) -> Iterator[str]:
@@ -258,6 +284,7 @@ def _keeper(config: ServeConfig, engine: Engine, *, base: Path | None) -> Callab
     Place and drafter are told now: the drafter's files may be replaced while it serves.
     """
     calibrator = engine.scheduler.calibrator
+    calibrator = calibrator.inner if isinstance(calibrator, BlockCalibrator) else calibrator
     if not isinstance(calibrator, OnlineCalibrator):
         return None
     spec = resolve_drafter(config.drafter, base=base, target_hash=engine.target.config.model_hash)

@@ -8,11 +8,14 @@ The executor computes; this file decides what is drawn. Every draft goes through
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dspark.drafters.device_draws import drawn_block
-from dspark.drafters.interface import DraftBlock, DraftInput, GreedyBlockExecutor
+from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
+from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
 from dspark.errors import NonFiniteError, RequestError
 from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
 from dspark.sampling.distribution import Distribution
@@ -33,10 +36,19 @@ class DSparkDrafter:
 
     def __init__(self, executor: BlockDrafterExecutor, draft_to_target: Int32 | None = None) -> None:
         self.executor = executor
-        self.block_size = executor.config.block_size
+        self.tree_size = 0
+        self.chain_len = self.block_size = executor.config.block_size  # G
         self.feature_layer_ids = executor.config.target_layer_ids
         self.has_confidence = executor.config.enable_confidence_head
         self._draft_to_target = draft_to_target
+
+    def use_trees(self, size: int) -> None:
+        """Draft trees of up to `size` nodes in steps where every sequence that drafts is plain greedy.
+
+        `block_size` is then the larger of the two, and chains fill its first G entries.
+        """
+        self.tree_size = size
+        self.block_size = max(self.chain_len, size)
 
     def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
         """Allocate the context cache beside the target's."""
@@ -60,9 +72,13 @@ class DSparkDrafter:
         if not rows:
             return block
         active = [inputs[row] for row in rows]
-        num_drafts = np.array([min(item.max_drafts, self.block_size) for item in active], np.int32)
         batch = _batch(active)
-        if isinstance(self.executor, GreedyBlockExecutor) and all(_plain_greedy(i.sampler) for i in active):
+        greedy_alone = all(_plain_greedy(item.sampler) for item in active)
+        if self.tree_size and greedy_alone:
+            found = self._grow_trees(active, batch)
+            return found if len(rows) == len(inputs) else _spread(found, rows, block)
+        num_drafts = np.array([min(item.max_drafts, self.chain_len) for item in active], np.int32)
+        if isinstance(self.executor, GreedyBlockExecutor) and greedy_alone:
             greedy = self.executor.draft_greedy(batch, num_drafts=num_drafts)
             found = DraftBlock(
                 tokens=greedy.tokens,
@@ -73,16 +89,34 @@ class DSparkDrafter:
         else:
             drawn = drawn_block(self.executor, active, batch, num_drafts, self._draft_to_target)
             found = drawn or self._sample_block(active, batch, num_drafts)
+        found = _widened(found, self.block_size)
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
+
+    def _grow_trees(self, inputs: Sequence[DraftInput], batch: DraftBatch) -> DraftBlock:
+        num_nodes = np.array([min(item.max_drafts, self.block_size) for item in inputs], np.int32)
+        if isinstance(self.executor, TreeExecutor) and self.executor.makes_trees:
+            tree = self.executor.draft_tree(batch, num_nodes=num_nodes, width=WIDTH, branch=BRANCH)
+        else:
+            tree = grow_trees(
+                self.executor, batch, num_nodes=num_nodes, draft_to_target=self._draft_to_target
+            )
+        tree = _wide_tree(tree, self.block_size)
+        return DraftBlock(
+            tokens=tree.tokens,
+            num_tokens=tree.num_nodes,
+            distributions=None,
+            confidence_logits=None,
+            tree=tree,
+        )
 
     def _sample_block(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:
         """Run the block pass and draw position after position over all sequences that still want one."""
         output = self.executor.draft(batch)
         num_sequences = len(inputs)
-        tokens = np.zeros((num_sequences, self.block_size), np.int32)
+        tokens = np.zeros((num_sequences, self.chain_len), np.int32)
         num_tokens = np.zeros(num_sequences, np.int32)
         drawn: list[list[Distribution | None]] = [[] for _ in inputs]
-        rated = np.zeros((num_sequences, self.block_size), np.float32)
+        rated = np.zeros((num_sequences, self.chain_len), np.float32)
         has_confidence = False
         state = self.executor.initial_state(num_sequences)
         alive = np.arange(num_sequences)
@@ -188,4 +222,58 @@ def _spread(found: DraftBlock, rows: list[int], empty: DraftBlock) -> DraftBlock
         num_tokens=empty.num_tokens,
         distributions=distributions,
         confidence_logits=confidence,
+        tree=None if found.tree is None else _spread_tree(found.tree, rows, empty),
+    )
+
+
+def _spread_tree(tree: DraftTree, rows: list[int], empty: DraftBlock) -> DraftTree:
+    """Put trees among sequences that have none: those look like chains of no drafts."""
+    shape = empty.tokens.shape
+
+    def spread(array: Any) -> Any:
+        out = np.zeros(shape, array.dtype)
+        out[rows] = array
+        return out
+
+    chain = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    parents, depths = chain - 1, chain.copy()
+    parents[rows], depths[rows] = tree.parents, tree.depths
+    return DraftTree(
+        tokens=empty.tokens,
+        parents=parents,
+        depths=depths,
+        ranks=spread(tree.ranks),
+        log_q=spread(tree.log_q),
+        rating=None if tree.rating is None else spread(tree.rating),
+        num_nodes=empty.num_tokens,
+    )
+
+
+def _widened(block: DraftBlock, width: int) -> DraftBlock:
+    """Return a block of `width` columns; those behind the chain mean nothing."""
+    missing = width - block.tokens.shape[1]
+    if not missing:
+        return block
+    rated = block.confidence_logits
+    return replace(
+        block,
+        tokens=np.pad(block.tokens, ((0, 0), (0, missing))),
+        confidence_logits=None if rated is None else np.pad(rated, ((0, 0), (0, missing))),
+    )
+
+
+def _wide_tree(tree: DraftTree, width: int) -> DraftTree:
+    """Return a tree with room for `width` nodes; those that are not there mean nothing."""
+    missing = width - tree.tokens.shape[1]
+    if not missing:
+        return tree
+    room = ((0, 0), (0, missing))
+    return DraftTree(
+        tokens=np.pad(tree.tokens, room),
+        parents=np.pad(tree.parents, room),
+        depths=np.pad(tree.depths, room),
+        ranks=np.pad(tree.ranks, room),
+        log_q=np.pad(tree.log_q, room),
+        rating=None if tree.rating is None else np.pad(tree.rating, room),
+        num_nodes=tree.num_nodes,
     )

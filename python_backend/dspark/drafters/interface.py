@@ -21,7 +21,15 @@ from dspark.executors.interface import DraftBatch, Float32, Int32
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.transforms import TokenSampler
 
-__all__ = ["DraftBlock", "DraftInput", "Drafter", "GreedyBlock", "GreedyBlockExecutor"]
+__all__ = [
+    "DraftBlock",
+    "DraftInput",
+    "DraftTree",
+    "Drafter",
+    "GreedyBlock",
+    "GreedyBlockExecutor",
+    "TreeExecutor",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +49,30 @@ class DraftInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """Drafts of R sequences that branch: up to N nodes each, parents before their children.
+
+    A node says: if the answer goes on as its path says up to its parent, then with `tokens`. What is said of nodes
+    past `num_nodes` means nothing.
+    """
+
+    tokens: Int32  # [R, N] target token ids
+    parents: Int32  # [R, N] node before each, -1 = the anchor
+    depths: Int32  # [R, N] 0 = right behind the anchor
+    ranks: Int32  # [R, N] place among its siblings, 0 = the likeliest
+    log_q: Float32  # [R, N] logarithm of the drafter's q of the token, given its path
+    rating: (
+        Float32 | None
+    )  # [R, N] confidence logit of the slot that it and its siblings fill, None without a head
+    num_nodes: Int32  # [R]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
-    """Up to G drafts for each of R sequences.
+    """Up to G drafts for each of R sequences: chains, or trees where `tree` is set.
 
     `distributions[i][k]` is q_k of sequence i, None for a token that was looked up or is an arg-max
-    (one-hot).
+    (one-hot). The nodes of a tree are all one-hot: what the target draws is looked for among them.
     """
 
     tokens: Int32  # [R, G], undefined past num_tokens
@@ -54,6 +81,9 @@ class DraftBlock:
     confidence_logits: Float32 | None  # [R, G], NaN where looked up, None without a confidence head
     looked_up: npt.NDArray[np.bool_] | None = (
         None  # [R] blocks that cost no drafter pass; None = none of them
+    )
+    tree: DraftTree | None = (
+        None  # its tokens and num_nodes are this block's; looked-up rows are chains in it
     )
 
     @property
@@ -116,3 +146,18 @@ class GreedyBlockExecutor(Protocol):
 
     def draft_greedy(self, batch: DraftBatch, *, num_drafts: Int32) -> GreedyBlock:
         """Draft `num_drafts` [R] tokens for each sequence (none may be 0), ties to the lowest id."""
+
+
+@runtime_checkable
+class TreeExecutor(Protocol):
+    """What a block executor may offer beside `BlockDrafterExecutor`: whole trees in one call."""
+
+    makes_trees: bool  # False for heads whose state the last token does not hold
+
+    def draft_tree(self, batch: DraftBatch, *, num_nodes: Int32, width: int, branch: int) -> DraftTree:
+        """Grow a tree of up to `num_nodes` [R] nodes, all at least 1, out of one block of each sequence.
+
+        Arguments:
+            width: paths that are continued at each level.
+            branch: children of each of them that are looked at.
+        """

@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.drafters.interface import DraftBlock, DraftInput
+from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree
 from dspark.drafters.ngram import NgramDrafter
 from dspark.executors.interface import Float32, Int32
+
+Bool = npt.NDArray[np.bool_]
 
 __all__ = ["LookupDrafter"]
 
@@ -87,4 +90,18 @@ class LookupDrafter:
             distributions=distributions,
             confidence_logits=confidence,
             looked_up=looked_up,
+            tree=None if block.tree is None else _with_chains(block.tree, looked_up, tokens, num_tokens),
         )
+
+
+def _with_chains(tree: DraftTree, looked_up: Bool, tokens: Int32, num_tokens: Int32) -> DraftTree:
+    """Put looked-up chains into the rows of a tree that it has nothing in."""
+    chain = np.arange(tokens.shape[1], dtype=np.int32)
+    up = looked_up[:, None]
+    return replace(
+        tree,
+        tokens=tokens.astype(np.int32),
+        parents=np.where(up, chain - 1, tree.parents).astype(np.int32),
+        depths=np.where(up, chain, tree.depths).astype(np.int32),
+        num_nodes=num_tokens.astype(np.int32),
+    )

@@ -89,7 +89,7 @@ class Committer:
         """Judge, append and emit; an error in one sequence's own path ends that sequence only.
 
         Arguments:
-            logits: [n, V] rows that the sequence's tokens are drawn from.
+            logits: [n, V] rows of the anchor and the drafts, which the sequence's tokens are drawn from.
         """
         try:
             verdict = judge()
@@ -98,7 +98,7 @@ class Committer:
             if decoded:
                 sequence.cached_len += 1 + min(verdict.accepted, committed)
             token_ids = tuple(sequence.token_ids[len(sequence.token_ids) - committed :])
-            log_probs = _log_probs(sequence, logits, token_ids)
+            log_probs = _log_probs(sequence, logits, verdict, token_ids)
         except Exception as error:
             sequence.error = error
             self._stats.num_failed += 1
@@ -121,10 +121,14 @@ class Committer:
         return verdict
 
 
-def _log_probs(sequence: Sequence, logits: Float32, token_ids: tuple[int, ...]) -> tuple[TokenLogProb, ...]:
+def _log_probs(
+    sequence: Sequence, logits: Float32, verdict: Verdict, token_ids: tuple[int, ...]
+) -> tuple[TokenLogProb, ...]:
     params = sequence.request.params
     if not params.wants_log_probs:
         return ()
+    if verdict.path is not None:
+        logits = logits[[0, *(node + 1 for node in verdict.path)]]
     return token_log_probs(logits, token_ids, num_alternatives=params.logprobs)
 
 

@@ -7,15 +7,18 @@ nothing else.
 from __future__ import annotations
 
 import logging
+from collections import abc
 
 import numpy as np
 
+from dspark.calibration.tree import RATED, TreeRater
 from dspark.drafters.interface import DraftBlock, Drafter, DraftInput
 from dspark.engine.batching import Batcher, StepPlan
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows
 from dspark.executors.interface import Int32, TargetOutput
+from dspark.sampling.verification import Verdict
 from dspark.scheduling.scheduler import Scheduler
 
 __all__ = ["DraftStage"]
@@ -51,6 +54,7 @@ class DraftStage:
         # A policy that never drafts spares the drafter's context as well.
         self.enabled = drafter.block_size > 0 and scheduler.policy != "none"
         self._feeds_context = self.enabled and bool(drafter.feature_layer_ids)
+        self._rater = TreeRater()
 
     def root_of(self, *, drafts: bool) -> int:
         """Return where the page chain of a sequence starts that may, or may not, draft."""
@@ -79,7 +83,8 @@ class DraftStage:
             for s, want, cap in zip(sequences, wanted, caps, strict=True)
         ]
         try:
-            return self._drafter.propose(inputs)
+            block = self._drafter.propose(inputs)
+            return block if block.tree is None else self._rater.rate(block)
         except Exception:  # drafts are optional: the target alone still gives the right answer
             self._count_fault()
             return empty
@@ -92,7 +97,7 @@ class DraftStage:
             sequence_ids=plan.sequence_ids,
             confidence_logits=block.confidence_logits,
             num_drafts=block.num_tokens,
-            sampled=plan.sampled,
+            sampled=plan.sampled if block.tree is None else np.full_like(plan.sampled, RATED, dtype=np.int8),
             altered=plan.altered,
             prefill_tokens=plan.num_prefill_tokens,
         )
@@ -101,12 +106,19 @@ class DraftStage:
             [room(s, length) for s, length in zip(plan.decoding, verify_len.tolist(), strict=True)], np.int32
         )
 
-    def feed(self, plan: StepPlan, rows: StepRows, output: TargetOutput) -> None:
+    def learn(self, plan: StepPlan, block: DraftBlock, verdicts: abc.Sequence[Verdict | None]) -> None:
+        """Tell the rater what became of the trees it rated."""
+        if block.tree is not None:
+            self._rater.observe(block, verdicts, usable=~plan.altered)
+
+    def feed(
+        self, plan: StepPlan, rows: StepRows, output: TargetOutput, verdicts: abc.Sequence[Verdict | None]
+    ) -> None:
         """Hand the features of rows whose tokens are now committed to a drafter that wants them."""
         if not self._feeds_context:
             return
         root = self.root_of(drafts=True)
-        kept = rows.committed_rows(plan, wanted=lambda s: s.root == root)
+        kept, slots = rows.committed_rows(plan, verdicts, wanted=lambda s: s.root == root)
         if not len(kept):
             return
         assert output.features is not None
@@ -114,7 +126,7 @@ class DraftStage:
             self._drafter.observe(
                 features=output.features[kept],
                 positions=rows.batch.positions[kept],
-                slots=rows.batch.slots[kept],
+                slots=slots,
             )
         except Exception:  # later drafts are worse for the gap, and are judged all the same
             self._count_fault()

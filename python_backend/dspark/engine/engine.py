@@ -27,11 +27,12 @@ from dspark.engine.pages import PagePool
 from dspark.engine.prefill_budget import PrefillBudget
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
-from dspark.engine.step_batch import build_step_rows
+from dspark.engine.step_batch import StepRows, build_step_rows
 from dspark.engine.step_report import StepWatcher
-from dspark.executors.interface import TargetExecutor
+from dspark.executors.interface import CacheMover, TargetExecutor
 from dspark.models.tokenizer import Tokenizer
 from dspark.request import Request
+from dspark.sampling.verification import Verdict
 from dspark.scheduling.scheduler import Scheduler
 
 __all__ = ["Engine", "EngineLimits", "EngineStats"]
@@ -100,12 +101,14 @@ class Engine:
         output = self.target.forward(rows.batch)
         clock.verified()
         verdicts = self._committer.commit(plan, block, rows, output, started_ns=clock.started_ns)
-        self._drafts.feed(plan, rows, output)
+        self._settle(rows, verdicts)
+        self._drafts.feed(plan, rows, output, verdicts)
         clock.committed()
         count_step(self._stats, block, rows, verdicts)
         observation = observe_step(plan, block, rows, output, verdicts, clock) if plan.decoding else None
         if observation is not None:
             self.scheduler.observe(observation)
+            self._drafts.learn(plan, block, verdicts)
         self._prefill_budget.observe(
             num_decoding=len(plan.decoding), prefill_tokens=plan.num_prefill_tokens, step_s=clock.step_s
         )
@@ -114,6 +117,15 @@ class Engine:
 
         self._close(plan.sequences)
         return True
+
+    def _settle(self, rows: StepRows, verdicts: list[Verdict | None]) -> None:
+        """Put the K/V of accepted nodes of trees one behind the other."""
+        from_slots, to_slots = rows.moves(verdicts)
+        if len(from_slots):
+            assert isinstance(self.target, CacheMover), (
+                "trees are only drafted for targets that can move their cache"
+            )
+            self.target.move_cache(from_slots=from_slots, to_slots=to_slots)
 
     def _close(self, sequences: tuple[Sequence, ...]) -> None:
         """Make newly filled pages findable, and end what is finished."""

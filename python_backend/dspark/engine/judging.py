@@ -9,7 +9,7 @@ from dspark.drafters.interface import DraftBlock
 from dspark.engine.sequence import Sequence
 from dspark.errors import NonFiniteError
 from dspark.executors.interface import TargetOutput
-from dspark.sampling.verification import Verdict, verify_chain
+from dspark.sampling.verification import Verdict, verify_chain, verify_tree
 
 __all__ = ["judge_drafts", "judge_first_token"]
 
@@ -33,6 +33,16 @@ def judge_drafts(
         NonFiniteError: the row behind the anchor is not finite.
     """
     usable = _usable_rows(sequence, output.finite[span])
+    if block.tree is not None:
+        verified = min(num_drafts, usable - 1)
+        return verify_tree(
+            sequence.sampler,
+            output.logits[span],
+            output.argmax[span],
+            block.tree.tokens[index, :verified].tolist(),
+            block.tree.parents[index, :verified].tolist(),
+            position=len(sequence.token_ids),
+        )
     count = int(block.num_tokens[index])
     drafts = block.tokens[index, :count].tolist()
     distributions = block.distributions[index] if block.distributions else None

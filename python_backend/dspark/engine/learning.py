@@ -94,8 +94,8 @@ def exact_labels(block: DraftBlock, rows: StepRows, verdicts: list[Verdict | Non
         return None
     labels = np.full(block.tokens.shape, np.nan, np.float32)
     for index, verdict in enumerate(verdicts):
-        if verdict is None:
-            continue
+        if verdict is None or verdict.path is not None:
+            continue  # what a tree showed its rater learns
         at = verdict.accepted
         if verdict.soft_labels is not None:
             labels[index, : len(verdict.soft_labels)] = verdict.soft_labels
@@ -114,11 +114,12 @@ def observe_step(
 ) -> StepObservation:
     """Return what the scheduler learns of a step with at least one decoding sequence.
 
-    Sequences that failed or had a row that is not finite count as altered: the calibrator does not see them.
+    Sequences that failed, drafted a tree or had a row that is not finite count as altered: the calibrator does not
+    see them.
     """
     starts = rows.batch.query_start[: len(plan.decoding) + 1]  # of decoding sequences all rows are logit rows
     finite = np.logical_and.reduceat(output.finite[: starts[-1]], starts[:-1])
-    failed = np.array([v is None for v in verdicts], np.bool_) | ~finite
+    failed = np.array([v is None or v.path is not None for v in verdicts], np.bool_) | ~finite
     return StepObservation(
         sequence_ids=plan.sequence_ids,
         num_drafts=block.num_tokens,

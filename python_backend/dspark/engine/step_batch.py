@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from dspark.drafters.interface import DraftBlock
+from dspark.drafters.interface import DraftBlock, DraftTree
 from dspark.engine.batching import StepPlan
 from dspark.engine.sequence import Sequence
 from dspark.executors.interface import Int32, StepBatch
+from dspark.sampling.verification import Verdict
 
 __all__ = ["StepRows", "build_step_rows"]
 
@@ -33,18 +36,49 @@ class StepRows:
         """Return the logit rows of decoding sequence `index`."""
         return slice(int(self.batch.query_start[index]), int(self.batch.query_start[index + 1]))
 
-    def committed_rows(self, plan: StepPlan, *, wanted: Callable[[Sequence], bool]) -> Int32:
-        """Return the rows of the pass whose tokens are now committed and cached."""
+    def committed_rows(
+        self,
+        plan: StepPlan,
+        verdicts: abc.Sequence[Verdict | None],
+        *,
+        wanted: Callable[[Sequence], bool],
+    ) -> tuple[Int32, Int32]:
+        """Return the rows of the pass whose tokens are now committed and cached, and the slots of their positions.
+
+        Arguments:
+            verdicts: of the decoding sequences.
+        """
         kept: list[Int32] = []
+        places: list[Int32] = []
         for index, sequence in enumerate(plan.sequences):
             if sequence.error is not None or not wanted(sequence):
                 continue
             start, end = self.batch.query_start[index], self.batch.query_start[index + 1]
             first_position = int(self.batch.positions[start])
-            kept.append(
-                np.arange(start, min(end, start + sequence.cached_len - first_position), dtype=np.int32)
-            )
-        return np.concatenate(kept) if kept else np.zeros(0, np.int32)
+            row = np.arange(start, min(end, start + sequence.cached_len - first_position), dtype=np.int32)
+            places.append(row)
+            verdict = verdicts[index] if index < len(verdicts) else None
+            if verdict is not None and verdict.path:
+                row = row.copy()
+                row[1:] = start + 1 + np.array(verdict.path[: len(row) - 1], np.int32)
+            kept.append(row)
+        if not kept:
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        return np.concatenate(kept), self.batch.slots[np.concatenate(places)]
+
+    def moves(self, verdicts: abc.Sequence[Verdict | None]) -> tuple[Int32, Int32]:
+        """Return from which slots to which the K/V of accepted nodes must go to lie in a row, in this order."""
+        rows: list[int] = []
+        places: list[int] = []
+        for index, verdict in enumerate(verdicts):
+            if verdict is None or not verdict.path:
+                continue
+            first = int(self.batch.query_start[index]) + 1
+            for depth, node in enumerate(verdict.path):
+                if node != depth:
+                    rows.append(first + node)
+                    places.append(first + depth)
+        return self.batch.slots[rows], self.batch.slots[places]
 
 
 def build_step_rows(plan: StepPlan, block: DraftBlock, verify_len: Int32, *, page_size: int) -> StepRows:
@@ -77,10 +111,14 @@ def build_step_rows(plan: StepPlan, block: DraftBlock, verify_len: Int32, *, pag
     np.cumsum(counts, out=query_start[1:])
     context_len = np.array(starts, np.int32)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T] sequence of each row
-    positions = (np.arange(len(tokens)) - query_start[owner] + context_len[owner]).astype(np.int32)
+    places = (np.arange(len(tokens)) - query_start[owner] + context_len[owner]).astype(np.int32)
     max_pages = max(sequence.num_pages for sequence in sequences)
     page_table = np.stack([sequence.page_row[:max_pages] for sequence in sequences])
-    slots = page_table[owner, positions // page_size] * page_size + positions % page_size
+    slots = page_table[owner, places // page_size] * page_size + places % page_size
+    positions, ancestors = places, None
+    if block.tree is not None and _branches(block.tree, verify_len):
+        positions = _tree_positions(block.tree, verify_len, places, query_start, context_len)
+        ancestors = _ancestors(block.tree, verify_len, counts)
 
     logit_rows = list(range(num_decoding_rows))
     first_token_rows: list[int] = []
@@ -97,7 +135,50 @@ def build_step_rows(plan: StepPlan, block: DraftBlock, verify_len: Int32, *, pag
             page_table=page_table,
             slots=slots.astype(np.int32),
             logit_rows=np.array(logit_rows, np.int32),
+            ancestors=ancestors,
         ),
         verify_len=verify_len,
         first_token_rows=tuple(first_token_rows),
     )
+
+
+def _branches(tree: DraftTree, verify_len: Int32) -> bool:
+    """Return whether any of the verified trees is more than a chain."""
+    at = np.arange(tree.parents.shape[1], dtype=np.int32)
+    return bool(((tree.parents != at - 1) & (at < verify_len[:, None])).any())
+
+
+def _tree_positions(
+    tree: DraftTree, verify_len: Int32, places: Int32, query_start: Int32, context_len: Int32
+) -> Int32:
+    """Return the position of every row [T]: a node's is that of its depth, whatever slot it is written to."""
+    positions = places.copy()
+    for index, length in enumerate(verify_len.tolist()):
+        first = int(query_start[index]) + 1
+        positions[first : first + length] = context_len[index] + 1 + tree.depths[index, :length]
+    return positions
+
+
+def _ancestors(tree: DraftTree, verify_len: Int32, counts: abc.Sequence[int]) -> Int32:
+    """Return the bit mask of every row [T, W] over the rows of its own sequence."""
+    words = -(-max(counts) // 32)
+    masks = np.zeros((sum(counts), words), np.uint32)
+    chain = _chain_masks(max(counts), words)
+    start = 0
+    for index, count in enumerate(counts):
+        if index >= len(verify_len):  # a prefill chunk
+            masks[start : start + count] = chain[:count]
+        else:
+            seen = [1]  # the anchor sees itself
+            for node, parent in enumerate(tree.parents[index, : count - 1].tolist()):
+                seen.append(seen[parent + 1] | 1 << (node + 1))
+            for word in range(words):
+                masks[start : start + count, word] = [bits >> 32 * word & 0xFFFFFFFF for bits in seen]
+        start += count
+    return masks.view(np.int32)
+
+
+def _chain_masks(num_rows: int, words: int) -> npt.NDArray[np.uint32]:
+    """Return the masks of rows that each see themselves and those before them [num_rows, words]."""
+    seen = np.tri(num_rows, words * 32, dtype=np.uint8)
+    return np.packbits(seen, axis=1, bitorder="little").view(np.uint32)

@@ -8,7 +8,7 @@ of both, so one page table serves both and a reused page brings the drafter's co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from dspark.models.config import DrafterConfig, TargetConfig
 __all__ = [
     "BlockDrafterExecutor",
     "BlockOutput",
+    "CacheMover",
     "DraftBatch",
     "Float32",
     "Int32",
@@ -80,6 +81,14 @@ class TargetExecutor(Protocol):
 
     def embedding_and_head(self) -> tuple[Float32, Float32]:
         """Return the input embedding [V, d] and the LM head [V, d] in float32 (the same array when tied)."""
+
+
+@runtime_checkable
+class CacheMover(Protocol):
+    """What a target executor offers beside `TargetExecutor` where trees can be verified."""
+
+    def move_cache(self, *, from_slots: Int32, to_slots: Int32) -> None:
+        """Copy K/V of every layer from slot to slot [N], one after the other in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,14 @@ from dspark_plugins.native.binding import (
     NativeHead,
     Pass,
     Pool,
+    TreeCall,
     to_bfloat16,
 )
 from dspark_plugins.native.rope import RopeTable
 from dspark_plugins.native.threads import default_num_threads
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
-from dspark.drafters.interface import GreedyBlock
+from dspark.drafters.interface import DraftTree, GreedyBlock
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
 from dspark.executors.native_target import (
@@ -233,11 +234,7 @@ class NativeBlockDrafter:
             raise EngineError(f"anchors: got 0 blocks, allowed is 1 to {self.max_sequences} (max_sequences)")
         check_range("num_drafts", num_drafts, 1, block_size)
         steps = int(num_drafts.max())
-        shape = (num_sequences, steps, self._draft_vocab_size)
-        size = num_sequences * steps * self._draft_vocab_size
-        if self._scratch.size < size:
-            self._scratch = np.empty(size, np.float32)
-        logits = self._scratch[:size].reshape(shape)
+        logits = self._scratch_logits(num_sequences, steps)
         hidden = self._block(batch, steps, logits)
         found, finite, rated = self._head.greedy(
             batch.anchors, hidden, logits, with_confidence=self.config.enable_confidence_head
@@ -256,6 +253,71 @@ class NativeBlockDrafter:
             num_tokens=np.minimum(num_finite, num_drafts).astype(np.int32),
             confidence_logits=confidence,
         )
+
+    @property
+    def makes_trees(self) -> bool:
+        """Whether the last token of a path is all that its sequential head knows of it."""
+        return self._head.makes_trees
+
+    def draft_tree(self, batch: DraftBatch, *, num_nodes: Int32, width: int, branch: int) -> DraftTree:
+        """Grow a tree of up to `num_nodes` [R] nodes out of one block of each sequence.
+
+        Arguments:
+            width: paths that are continued at each level.
+            branch: children of each of them that are looked at, at most 16.
+
+        Raises:
+            EngineError: a batch that does not fit itself, this drafter or its cache.
+        """
+        num_sequences = len(batch.anchors)
+        check_array("num_nodes", num_nodes, (num_sequences,))
+        check_range("num_nodes", num_nodes, 1, 2**16)
+        if not (1 <= width <= 64 and 1 <= branch <= 16):
+            raise EngineError(f"width, branch: got {width}, {branch}, allowed are 1 to 64 and 1 to 16")
+        most = int(num_nodes.max())
+        steps = min(self.config.block_size, most)
+        logits = self._scratch_logits(num_sequences, steps)
+        hidden = self._block(batch, steps, logits)
+        tokens, parents, depths, ranks = np.zeros((4, num_sequences, most), np.int32)
+        log_q = np.zeros((num_sequences, most), np.float32)
+        rating = np.zeros((num_sequences, most), np.float32) if self.config.enable_confidence_head else None
+        count = np.zeros(num_sequences, np.int32)
+        self._head.tree(
+            TreeCall(
+                num_sequences=num_sequences,
+                steps=steps,
+                width=width,
+                branch=branch,
+                max_nodes=most,
+                anchors=batch.anchors.ctypes.data,
+                hidden=hidden.ctypes.data,
+                logits=logits.ctypes.data,
+                tokens=tokens.ctypes.data,
+                parents=parents.ctypes.data,
+                depths=depths.ctypes.data,
+                ranks=ranks.ctypes.data,
+                log_q=log_q.ctypes.data,
+                rating=None if rating is None else rating.ctypes.data,
+                num_nodes=count.ctypes.data,
+            )
+        )
+        return DraftTree(
+            tokens=tokens,
+            parents=parents,
+            depths=depths,
+            ranks=ranks,
+            log_q=log_q,
+            rating=rating,
+            num_nodes=np.minimum(count, num_nodes).astype(np.int32),
+        )
+
+    def _scratch_logits(self, num_sequences: int, steps: int) -> Float32:
+        """Return memory for logits [R, steps, Vd] that the next call may take again."""
+        shape = (num_sequences, steps, self._draft_vocab_size)
+        size = num_sequences * steps * self._draft_vocab_size
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, np.float32)
+        return self._scratch[:size].reshape(shape)
 
     def _block(self, batch: DraftBatch, steps: int, logits: Float32) -> Float32:
         """Fill logits [R, steps, Vd] with U_k and return h_k [R, steps, d]."""

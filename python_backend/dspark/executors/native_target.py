@@ -140,6 +140,18 @@ class NativeTarget:
             ) from error
         self._num_pages, self._page_size = num_pages, page_size
 
+    def move_cache(self, *, from_slots: Int32, to_slots: Int32) -> None:
+        """Copy K/V of every layer from slot to slot [N], one after the other in order.
+
+        Raises:
+            EngineError: slots outside the cache.
+        """
+        check_array("from_slots", from_slots, (len(from_slots),))
+        check_array("to_slots", to_slots, (len(from_slots),))
+        for name, slots in (("from_slots", from_slots), ("to_slots", to_slots)):
+            check_range(name, slots, 0, self._num_pages * self._page_size - 1)
+        self._decoder.move_cache(from_slots, to_slots)
+
     # The pass
 
     def forward(self, batch: StepBatch) -> TargetOutput:

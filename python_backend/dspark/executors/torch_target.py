@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dspark.errors import CapacityError, ConfigError
 from dspark.executors.dtype import torch_dtype
-from dspark.executors.interface import Float32, StepBatch, TargetOutput
+from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput
 from dspark.executors.torch_linear import Linear, of_few_sizes
 from dspark.models.config import TargetConfig, WeightSource
 from dspark.models.rope import inverse_frequencies
@@ -180,6 +180,15 @@ class TorchTarget:
                 f"{self._device}: {error}"
             ) from error
         self._page_size = page_size
+
+    def move_cache(self, *, from_slots: Int32, to_slots: Int32) -> None:
+        """Copy K/V of every layer from slot to slot [N], as if one after the other in order.
+
+        A slot that was written is not read behind that: nodes of a tree move towards its root.
+        """
+        source, place = self._to_device(from_slots).long(), self._to_device(to_slots).long()
+        for cache in self._caches:
+            cache.index_copy_(0, place, cache.index_select(0, source))
 
     # The pass
 

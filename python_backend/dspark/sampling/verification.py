@@ -27,6 +27,7 @@ __all__ = [
     "rejection_acceptance",
     "rejection_step",
     "verify_chain",
+    "verify_tree",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -47,6 +48,9 @@ class Verdict:
     accepted: int  # drafts only
     token_ids: tuple[int, ...]  # [accepted + 1]
     soft_labels: tuple[float, ...] | None = None
+    path: tuple[int, ...] | None = (
+        None  # [accepted] nodes of a tree that were accepted; None = the chain's first ones
+    )
 
 
 def verify_chain(
@@ -106,6 +110,51 @@ def verify_chain(
         if accepted == len(drafts) or token_id != drafts[accepted]:
             return Verdict(accepted, (*drafted, token_id), None if labels is None else tuple(labels))
         accepted += 1
+
+
+def verify_tree(
+    sampler: TokenSampler,
+    logits: Float32,
+    argmax: Int32 | None,
+    drafts: Sequence[int],
+    parents: Sequence[int],
+    *,
+    position: int,
+) -> Verdict:
+    """Walk down a tree as long as the token that the target itself draws is among the children.
+
+    Every committed token is one that the target drew, so no distribution of the drafts is needed: the rule holds
+    with any tree that was made without looking at the draws (at temperature 0 and with a named seed the output is
+    that of plain decoding).
+
+    Arguments:
+        sampler: the request's, committed up to and including the anchor.
+        logits: [1+l, V] float32; row 0 follows the anchor, row 1+k node k.
+        argmax: [1+l] arg-max of each row, lowest id among equals; None = not known.
+        drafts: l token ids, one for each node.
+        parents: of each node, -1 = the anchor; siblings differ in their tokens.
+        position: absolute position behind the anchor.
+
+    Raises:
+        NonFiniteError: when a row that was read is not finite.
+    """
+    children = {edge: node for node, edge in enumerate(zip(parents, drafts, strict=True))}
+    drawn: list[int] = []
+    path: list[int] = []
+    at = -1
+    while True:
+        token_id = sampler.sample(
+            logits[at + 1],
+            position=position + len(path),
+            drafted=tuple(drawn),
+            argmax=None if argmax is None else int(argmax[at + 1]),
+        )
+        drawn.append(token_id)
+        node = children.get((at, token_id))
+        if node is None:
+            return Verdict(len(path), tuple(drawn), path=tuple(path))
+        path.append(node)
+        at = node
 
 
 def rejection_step(
