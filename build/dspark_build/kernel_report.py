@@ -118,7 +118,7 @@ def _form(entry: KernelEntry) -> str:
     elif "NUM_KV_HEADS" in c or "NUM_HEADS" in c:
         words.append(f"{c.get('NUM_KV_HEADS', c.get('NUM_HEADS'))} heads of {c['DIM']}")
     if "MASK" in c:
-        words.append(("chain", "tree", "block")[int(c["MASK"])])
+        words.append(("chain", "tree", f"block of {c['FIXED_ROWS']}")[int(c["MASK"])])
         words.append(f"tile {c['BLOCK_M']}x{c['BLOCK_N']}")
         words += [word for name, word in (("WINDOW", "window"), ("SPLIT", "split")) if c[name]]
     if "HEAD" in c:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from dspark.errors import CapacityError, CheckpointError, ConfigError
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.plans import Variant
-from dspark_plugins.kernels.sets import HEADS, SHAPES, variants_for
+from dspark_plugins.kernels.sets import BLOCK_SIZES, HEADS, SHAPES, variants_for
 from dspark_plugins.kernels.signatures import arguments_of
 
 from dspark_build.files import write_atomically, write_text
@@ -76,7 +76,11 @@ def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads", default="vanilla", help=f"{', '.join(HEADS)}, with commas (default %(default)s)"
     )
     parser.add_argument("--rank", type=int, default=256, help="of the sequential head (default %(default)s)")
-    parser.add_argument("--block", type=int, default=7, help="drafts of a block (default %(default)s)")
+    parser.add_argument(
+        "--block",
+        default=",".join(str(size) for size in BLOCK_SIZES),
+        help="drafts of a block, with commas (default %(default)s)",
+    )
     parser.add_argument("--window", action="store_true", help="forms for sliding windows too")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default %(default)s)"
@@ -98,8 +102,12 @@ def run_kernels(args: argparse.Namespace) -> int:
         for name in _words(args.precision)
     ]
     heads = [_known(name, "--heads", dict(zip(HEADS, HEADS, strict=True))) for name in _words(args.heads)]
-    if args.rank < 1 or args.block < 1 or args.jobs < 1:
-        raise ConfigError("--rank, --block and --jobs must be at least 1")
+    blocks = [int(text) if text.isdecimal() else 0 for text in _words(args.block)]
+    if min(blocks, default=0) < 1:
+        raise ConfigError(f"--block: got {args.block!r}, allowed are whole numbers of 1 or more, with commas")
+    for option in ("rank", "jobs"):
+        if getattr(args, option) < 1:
+            raise ConfigError(f"--{option}: got {getattr(args, option)}, allowed is 1 or more")
     if find_spec("triton") is None:
         raise ConfigError("compiling kernels needs the Triton language: pip install 'dspark-triton[kernels]'")
     variants: dict[str, Variant] = {}
@@ -107,7 +115,7 @@ def run_kernels(args: argparse.Namespace) -> int:
         for dtype in precisions:
             for head in heads:
                 for variant in variants_for(
-                    shape, dtype=dtype, head=head, rank=args.rank, block_size=args.block, window=args.window
+                    shape, dtype=dtype, head=head, rank=args.rank, block_sizes=blocks, window=args.window
                 ):
                     variants[variant.key] = variant
     entries = build_kernels(list(variants.values()), sms, args.out, num_jobs=args.jobs)

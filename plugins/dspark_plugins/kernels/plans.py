@@ -108,6 +108,8 @@ def attention(
     """
     wide = dtype == "fp32"
     tile = _tile(fixed_rows or rows, num_heads // num_kv_heads)
+    if fixed_rows and not split and head_dim > 64:
+        tile = min(tile, max(32, next_power_of_2(num_heads // num_kv_heads)))  # 64 rows of blocks spill
     whole = tile == 32 and not split and not fixed_rows  # with 4 warps the compiler spills on sm 80
     return Variant(
         "attention_kernel",

@@ -5,14 +5,16 @@ Plain numbers, no torch, no Triton language.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from dspark_plugins.kernels import plans
 from dspark_plugins.kernels.plans import Variant
 
-__all__ = ["HEADS", "SHAPES", "ModelShape", "variants_for"]
+__all__ = ["BLOCK_SIZES", "HEADS", "SHAPES", "ModelShape", "variants_for"]
 
+BLOCK_SIZES = (7, 15)  # drafts of a block that drafters are published with
 HEADS = {"none": 0, "vanilla": 1, "gated": 2, "rnn": 3}
 
 
@@ -43,7 +45,7 @@ def variants_for(
     shape: ModelShape,
     *,
     dtype: str,
-    block_size: int = 7,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
     head: str = "vanilla",
     rank: int = 256,
     window: bool = False,
@@ -53,14 +55,14 @@ def variants_for(
 
     Arguments:
         dtype: fp16, bf16 or fp32, of weights, caches and activations; the target's logits are float32.
-        block_size: drafts of a block.
+        block_sizes: drafts of a block, of every drafter that is to be served.
         head: the drafter's sequential head, a key of `HEADS`.
         rank: of that head; 0 only without one.
         window: sliding windows too.
         trees: verification of trees too, beside chains.
     """
     found = [
-        *_attention(shape, dtype=dtype, block_size=block_size, window=window, trees=trees),
+        *_attention(shape, dtype=dtype, block_sizes=block_sizes, window=window, trees=trees),
         plans.merge_splits(num_heads=shape.num_heads, head_dim=shape.head_dim, dtype=dtype),
         plans.write_rows(
             num_kv_heads=shape.num_kv_heads,
@@ -91,20 +93,20 @@ def variants_for(
 
 
 def _attention(
-    shape: ModelShape, *, dtype: str, block_size: int, window: bool, trees: bool
+    shape: ModelShape, *, dtype: str, block_sizes: Sequence[int], window: bool, trees: bool
 ) -> Iterator[Variant]:
     """Yield the forms of the target's passes (by rows of a typical sequence) and of the drafter's blocks."""
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     types = {"dtype": dtype, "input_dtype": dtype}
     for windowed in (False, True) if window else (False,):
         for mask in (plans.CHAIN, plans.TREE) if trees else (plans.CHAIN,):
-            for rows in sorted({1, 1 + block_size, plans.SPLIT_ROWS, 1024}):
+            for rows in sorted({1, *(1 + size for size in block_sizes), plans.SPLIT_ROWS, 1024}):
                 for split in (False, True) if rows <= plans.SPLIT_ROWS else (False,):
                     yield plans.attention(
                         **heads, **types, rows=rows, fixed_rows=0, mask=mask, rope=True,
                         window=windowed, write=True, split=split,
                     )  # fmt: skip
-        for split in (False, True):
+        for block_size, split in product(block_sizes, (False, True)):
             yield plans.attention(
                 **heads, **types, rows=block_size, fixed_rows=block_size, mask=plans.FULL, rope=True,
                 window=windowed, write=False, split=split,
