@@ -81,7 +81,9 @@ def load_drafter(
         )
     build = _executor_class(executor, device)
     native = build.__name__ == "NativeBlockDrafter"
-    dtype = drafter_dtype(dtype, executor="native" if native else "torch", target_dtype=target_executor.dtype)
+    if dtype == "auto":
+        name = "native" if native else "torch"
+        dtype = drafter_dtype(dtype, executor=name, target_dtype=target_executor.dtype)
     options: dict[str, Any] = {} if native else {"device": device}
     if native and target_executor.name == "native":
         options["target"] = target_executor  # its packed embedding and head are shared, its threads too
