@@ -12,6 +12,14 @@ from dspark_plugins.tensorrt.operation import Buffer, Fill, Launch, Operation, P
 __all__ = ["BlockAttention", "PagedAttention"]
 
 _MASKS = (plans.CHAIN, plans.TREE)
+_ROWS = (
+    Port("q", "key"),
+    Port("k", "key"),
+    Port("v", "act"),
+    Port("kv_cache", "act"),
+    Port("cos", "fp32"),
+    Port("sin", "fp32"),
+)
 
 
 class _Attention(Operation):
@@ -33,10 +41,11 @@ class _Attention(Operation):
         wanted = (2, kv_heads, dim)
         self.check(cache[1:] == wanted, f"kv_cache must be [slots, 2, {kv_heads}, {dim}], got {cache}")
 
-    def max_pieces(self, table: Shape) -> int:
-        """Return into how many pieces the longest context is cut."""
-        context = table[1] * self.number("page_size")
-        return plans.num_splits(num_rows=1, num_sequences=1, max_context=context)
+    def pieces(self, table: Shape, num_rows: int) -> int:
+        """Return into how many pieces contexts are cut in a pass of `num_rows` rows."""
+        num_sequences, max_pages = table
+        max_context = max_pages * self.number("page_size")
+        return plans.num_splits(num_rows=num_rows, num_sequences=num_sequences, max_context=max_context)
 
     def partials(self, pieces: int, rows: int, q: Shape) -> tuple[int, ...]:
         """Return the bytes of the pieces' sums and of their maxima and weights."""
@@ -118,12 +127,7 @@ class PagedAttention(_Attention):
 
     name = "DSparkPagedAttention"
     inputs = (
-        Port("q", "key"),
-        Port("k", "key"),
-        Port("v", "act"),
-        Port("kv_cache", "act"),
-        Port("cos", "fp32"),
-        Port("sin", "fp32"),
+        *_ROWS,
         Port("page_table", "i32"),
         Port("query_start", "i32"),
         Port("context_len", "i32"),
@@ -147,7 +151,7 @@ class PagedAttention(_Attention):
     def scratch(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         table = shapes[6]
         rows = min(shapes[0][0], plans.SPLIT_ROWS * table[0])  # longer passes are not cut
-        return self.partials(self.max_pieces(table), rows, shapes[0])
+        return self.partials(self.pieces(table, 0), rows, shapes[0])
 
     def launches(
         self,
@@ -157,12 +161,8 @@ class PagedAttention(_Attention):
         num_multiprocessors: int,  # noqa: ARG002
     ) -> Iterator[Launch | Fill]:
         q, k, v, cache, cos, sin, table, starts, context, slots, positions, ancestors = inputs
-        num_rows, (num_sequences, max_pages) = q.shape[0], table.shape
-        pieces = plans.num_splits(
-            num_rows=num_rows,
-            num_sequences=num_sequences,
-            max_context=max_pages * self.number("page_size"),
-        )
+        num_rows, num_sequences = q.shape[0], table.shape[0]
+        pieces = self.pieces(table.shape, num_rows)
         words = ancestors.shape[1]
         variant = self._chosen(
             q.shape,
@@ -205,12 +205,7 @@ class BlockAttention(_Attention):
 
     name = "DSparkBlockAttention"
     inputs = (
-        Port("q", "key"),
-        Port("k", "key"),
-        Port("v", "act"),
-        Port("kv_cache", "act"),
-        Port("cos", "fp32"),
-        Port("sin", "fp32"),
+        *_ROWS,
         Port("new_k", "key"),
         Port("new_v", "act"),
         Port("new_cos", "fp32"),
@@ -230,7 +225,7 @@ class BlockAttention(_Attention):
 
     def scratch(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         q = shapes[0]
-        return self.partials(self.max_pieces(shapes[11]), q[0] * q[1], q)
+        return self.partials(self.pieces(shapes[11], 0), q[0] * q[1], q)
 
     def launches(
         self,
@@ -258,11 +253,7 @@ class BlockAttention(_Attention):
             v_stride=kv_heads * dim,
         )
         num_rows = num_sequences * block_size
-        pieces = plans.num_splits(
-            num_rows=num_rows,
-            num_sequences=num_sequences,
-            max_context=table.shape[1] * self.number("page_size"),
-        )
+        pieces = self.pieces(table.shape, num_rows)
         out = outputs[0]
         yield from self.attend(
             self._chosen(q.shape, k.shape, dtypes, pieces > 1),

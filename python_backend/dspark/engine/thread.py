@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from dspark.engine.doors import Doors
 from dspark.engine.engine import Engine
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_report import StepWatcher
-from dspark.errors import CapacityError, EngineError
 from dspark.request import Request, RequestOutput
 
 __all__ = ["EngineThread"]
@@ -22,7 +21,7 @@ log = logging.getLogger("dspark.engine")
 _IDLE_WAIT_S = 0.5  # an idle engine looks for late cancels this often
 
 
-class EngineThread:
+class EngineThread(Doors):
     """Runs `Engine.step` as long as there is work, and sleeps otherwise.
 
     Arguments:
@@ -34,31 +33,19 @@ class EngineThread:
     def __init__(
         self, engine: Engine, *, max_queue_size: int = 1024, at_end: Callable[[], object] | None = None
     ) -> None:
+        self._open: dict[int, Request] = {}  # submitted, no final output yet
+        thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
+        self._wake = threading.Condition()
+        super().__init__(thread, self._open, self._wake, max_queue_size=max_queue_size)
         self._engine = engine
         self._at_end = at_end
-        self._max_queue_size = max_queue_size
-        self._wake = threading.Condition()
         self._inbox: deque[tuple[int, Request]] = deque()
         self._cancels: deque[int] = deque()
-        self._open: dict[int, Request] = {}  # submitted, no final output yet
         self._engine_ids: dict[int, int] = {}
         self._stats = EngineStats(pages_total=engine.limits.num_pages)
         self._next_id = 0
-        self._draining = False
-        self._stopping = False
-        self._death: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
 
     # -- doors ----------------------------------------------------------------------------------------------------
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and self._death is None and not self._stopping
-
-    @property
-    def died(self) -> bool:
-        """True when a fault ended the thread; a stop that was asked for is none."""
-        return self._death is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -73,15 +60,7 @@ class EngineThread:
         """
         self._engine.check(request)
         with self._wake:
-            if self._death is not None:
-                raise EngineError(f"the engine died: {self._death!r}; restart the server")
-            if self._stopping or self._draining or not self._thread.is_alive():
-                raise EngineError("the engine is stopped and takes no more requests")
-            waiting = len(self._open) - self._stats.num_running
-            if waiting >= self._max_queue_size:
-                raise CapacityError(
-                    f"the queue is full: {waiting} requests wait, max_queue_size is {self._max_queue_size}"
-                )
+            self._let_in(len(self._open) - self._stats.num_running)
             self._next_id += 1
             request_id = self._next_id
             self._open[request_id] = request
@@ -103,27 +82,12 @@ class EngineThread:
         """Return a copy of the counters as of the last step."""
         return replace(self._stats)
 
-    @property
-    def num_open(self) -> int:
-        """Requests without a final output."""
-        return len(self._open)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; return False when some is left after the time-out."""
-        with self._wake:
-            self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._open and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self._open
-
     def close(self) -> None:
         """Stop the thread; whatever is open gets an EngineError as its last output."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._join()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -136,8 +100,7 @@ class EngineThread:
             log.exception("the engine thread died")
             self._death = error
         finally:
-            reason = "the engine was stopped" if self._death is None else f"the engine died: {self._death!r}"
-            self._fail_open(EngineError(reason))
+            self._fail_open()
         if self._at_end is not None and self._death is None:
             try:
                 self._at_end()
@@ -173,12 +136,9 @@ class EngineThread:
         except Exception as error:
             emit(RequestOutput(request_id=request_id, error=error))
 
-    def _fail_open(self, error: EngineError) -> None:
+    def _fail_open(self) -> None:
         with self._wake:
             self._inbox.clear()
-            left, self._open = self._open, {}
-        for request_id, request in left.items():
-            try:
-                request.emit(RequestOutput(request_id=request_id, error=error))
-            except Exception:
-                log.exception("request %d: its receiver failed while the engine ended", request_id)
+            left = dict(self._open)
+            self._open.clear()
+        self._fail_all(left)

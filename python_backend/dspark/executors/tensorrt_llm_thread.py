@@ -20,10 +20,11 @@ from typing import Any, Protocol
 from dspark.engine.admission import EngineLimits, check_request, make_sequence
 from dspark.engine.commit import append_tokens
 from dspark.engine.delivery import client_left, deliver, deliver_last
+from dspark.engine.doors import Doors
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_report import StepWatcher
-from dspark.errors import CapacityError, DSparkError, EngineError
+from dspark.errors import DSparkError, EngineError
 from dspark.executors.tensorrt_llm import check_sampling, sampling_arguments, token_log_prob
 from dspark.models.config import TargetConfig
 from dspark.models.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class _Open:
     task: asyncio.Task[None] | None = None
 
 
-class TensorRTLLMThread:
+class TensorRTLLMThread(Doors):
     """Serves requests with a language model that was loaded; the same doors as `EngineThread`.
 
     Arguments:
@@ -94,30 +95,18 @@ class TensorRTLLMThread:
         schedules: bool = False,
         max_queue_size: int = 1024,
     ) -> None:
+        self._open: dict[int, _Open] = {}
+        thread = threading.Thread(target=self._run, name="dspark-tensorrt-llm", daemon=True)
+        super().__init__(thread, self._open, threading.Lock(), max_queue_size=max_queue_size)
         self._model, self._make_sampling = model, make_sampling
         self._target, self._tokenizer, self._limits = target, tokenizer, limits
         self._block_size, self._schedules = block_size, schedules
-        self._max_queue_size = max_queue_size
-        self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
         self._ids = itertools.count(1)
         self._stats = EngineStats(pages_total=limits.num_pages)
-        self._draining = self._stopping = False
-        self._death: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="dspark-tensorrt-llm", daemon=True)
 
     # -- doors ----------------------------------------------------------------------------------------------------
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and self._death is None and not self._stopping
-
-    @property
-    def died(self) -> bool:
-        """True when a fault ended the thread; a stop that was asked for is none."""
-        return self._death is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -139,15 +128,7 @@ class TensorRTLLMThread:
         )
         check_sampling(request.params)
         with self._lock:
-            if self._death is not None:
-                raise EngineError(f"the engine died: {self._death!r}; restart the server")
-            if self._stopping or self._draining or not self._thread.is_alive():
-                raise EngineError("the engine is stopped and takes no more requests")
-            waiting = len(self._open) - self._limits.max_batch_size
-            if waiting >= self._max_queue_size:
-                raise CapacityError(
-                    f"the queue is full: {waiting} requests wait, max_queue_size is {self._max_queue_size}"
-                )
+            self._let_in(len(self._open) - self._limits.max_batch_size)
             request_id = next(self._ids)
             self._open[request_id] = _Open(request)
             try:
@@ -172,28 +153,13 @@ class TensorRTLLMThread:
         running = min(num_open, self._limits.max_batch_size)
         return replace(self._stats, num_running=running, num_waiting=num_open - running)
 
-    @property
-    def num_open(self) -> int:
-        """Requests without a final output."""
-        return len(self._open)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; return False when some is left after the time-out."""
-        with self._lock:
-            self._draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._open and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self._open
-
     def close(self) -> None:
         """Stop the thread and shut the language model down; what is open gets an EngineError as its last output."""
         with self._lock:
             if not self._stopping and self._thread.is_alive():
                 self._call(self._stop.set)
             self._stopping = True
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._join()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -224,16 +190,13 @@ class TensorRTLLMThread:
                 await asyncio.wait_for(self._stop.wait(), _LOOK_S)
 
     def _fail_open(self) -> None:
-        reason = "the engine was stopped" if self._death is None else f"the engine died: {self._death!r}"
         with self._lock:
             self._stopping = True
-            left, self._open = self._open, {}
-        for request_id, one in left.items():
+            left = dict(self._open)
+            self._open.clear()
+        for one in left.values():
             _abort(one)
-            try:
-                one.request.emit(RequestOutput(request_id=request_id, error=EngineError(reason)))
-            except Exception:
-                log.exception("request %d: its receiver failed while the engine ended", request_id)
+        self._fail_all({request_id: one.request for request_id, one in left.items()})
 
     def _begin(self, request_id: int) -> None:
         one = self._open[request_id]
