@@ -57,13 +57,17 @@ class BenchPair:
         )
         return Engine(target=self.target, drafter=self.drafter, scheduler=scheduler, limits=limits)
 
-    def calibrator(self) -> OnlineCalibrator | None:
-        """Return a calibrator that starts from the drafter's offline fit; None without a confidence head."""
+    def calibrator(self, *, chain_len: int = 0) -> OnlineCalibrator | None:
+        """Return a calibrator that starts from the drafter's offline fit; None without a confidence head.
+
+        Arguments:
+            chain_len: drafts of a chain where `block_size` is that of trees; 0 = `block_size`.
+        """
         if not self.has_confidence:
             return None
         return load_calibrator(
             Path(self.drafter_name) / "calibration.json",
-            block_size=self.block_size,
+            block_size=chain_len or self.block_size,
             drafter_hash=drafter_identity(self.drafter_name),
             target_hash=self.target.config.model_hash,
         )
@@ -88,18 +92,25 @@ class BenchPair:
 
 
 def load_pair(
-    target: str, drafter: str, *, threads: int, max_batch_size: int, tell: Callable[[str], None]
+    target: str,
+    drafter: str,
+    *,
+    threads: int,
+    max_batch_size: int,
+    tell: Callable[[str], None],
+    dtype: str = "auto",
 ) -> BenchPair:
     """Load a pair, allocate its caches, and find or measure its cost curve.
 
     Arguments:
         drafter: folder, `ngram`, or `auto` for the trained one in model_repository, else `ngram`.
         max_batch_size: most requests at a time.
+        dtype: of the target's weights.
 
     Raises:
         ConfigError, CheckpointError: what cannot be used.
     """
-    config = ServeConfig(target=target, num_threads=threads, max_batch_size=max_batch_size)
+    config = ServeConfig(target=target, num_threads=threads, max_batch_size=max_batch_size, dtype=dtype)
     checkpoint = load_target(target)
     if checkpoint.tokenizer is None:
         raise ConfigError(f"{target}: has no tokenizer, needed for prompts")
@@ -108,7 +119,7 @@ def load_pair(
     outline = peek_drafter(spec, checkpoint.config)
     executor = choose_executor("auto")
     loaded = make_target(
-        checkpoint, executor=executor, dtype="auto", layer_ids=outline.feature_layer_ids, config=config
+        checkpoint, executor=executor, dtype=dtype, layer_ids=outline.feature_layer_ids, config=config
     )
     drafting = load_drafter(
         spec, target=checkpoint.config, target_executor=loaded, executor=executor, dtype="auto"

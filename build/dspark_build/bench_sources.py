@@ -1,7 +1,8 @@
 """`make bench-drafter`: what the drafter brings to one reader, by kind of question, greedy, against plain decoding.
 
 Every prompt of the file is answered plain, then with the drafter (policy `auto`), then with look-up in the prompt
-before it, as it is served; the order turns from prompt to prompt. The answers must be the same, token for token.
+before it, as it is served, and with trees if asked; the order turns from prompt to prompt. The answers must be the
+same, token for token.
 The time counts from the first token to the last, so it is of decoding alone; prefill is the same for all.
 """
 
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dspark.calibration.tree import BlockCalibrator
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.lookup import LookupDrafter
 from dspark.errors import ConfigError, DSparkError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.scheduling.cost_model import CostModel
+from dspark.scheduling.interface import Calibrator
 from dspark.scheduling.scheduler import make_scheduler
 
 from dspark_build.bench_pair import BenchPair, load_pair
@@ -62,13 +65,17 @@ class Answer:
 class Contender:
     """One way of answering; its scheduler keeps what it learns from prompt to prompt."""
 
-    def __init__(self, pair: BenchPair, policy: str) -> None:
+    def __init__(self, pair: BenchPair, policy: str, *, chain_len: int) -> None:
+        calibrator = pair.calibrator(chain_len=chain_len)
+        fitting: Calibrator | None = calibrator
+        if calibrator is not None and pair.block_size > chain_len:
+            fitting = BlockCalibrator(calibrator, chain_len=chain_len)
         scheduler = make_scheduler(
             policy,
             block_size=pair.block_size,
             has_confidence=pair.has_confidence,
             cost_model=None if pair.curve is None else CostModel(pair.curve),
-            calibrator=pair.calibrator(),
+            calibrator=fitting,
         )
         self._engine = pair.engine(scheduler, max_batch_size=1)
 
@@ -99,15 +106,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DSparkError: a pair that cannot be loaded, or an answer that speculation changed.
     """
-    pair = load_pair(args.target, args.drafter, threads=args.threads, max_batch_size=1, tell=say)
+    pair = load_pair(
+        args.target, args.drafter, threads=args.threads, max_batch_size=1, tell=say, dtype=args.dtype
+    )
     if not isinstance(pair.drafter, DSparkDrafter):
         raise ConfigError(f"--drafter: got {pair.drafter_name}, wanted is a trained DSpark drafter")
     looking = replace(pair, drafter=LookupDrafter(pair.drafter))
+    chain_len = pair.block_size
     contenders = {
-        PLAIN: Contender(pair, "none"),
-        "drafter": Contender(pair, "auto"),
-        "with look-up": Contender(looking, "auto"),
+        PLAIN: Contender(pair, "none", chain_len=chain_len),
+        "drafter": Contender(pair, "auto", chain_len=chain_len),
+        "with look-up": Contender(looking, "auto", chain_len=chain_len),
     }
+    if args.draft_tree:
+        trees = DSparkDrafter(pair.drafter.executor, pair.drafter.draft_to_target)
+        trees.use_trees(args.draft_tree)
+        contenders["trees"] = Contender(replace(pair, drafter=trees), "auto", chain_len=chain_len)
     prompts = read_prompts([args.prompts])
     prompts = [p for place in range(len(prompts)) for p in _nth_of_each(prompts, place)][: args.limit]
     sums: dict[str, dict[str, Sum]] = {}
@@ -189,7 +203,7 @@ def table(sums: dict[str, dict[str, Sum]]) -> str:
         f"{'with look-up':>14}{'times plain':>13}  wanted of the drafter"
     ]
     for source, row in sums.items():
-        plain, drafter, looking = row.values()
+        plain, drafter, looking, *trees = row.values()
         ratio = plain.seconds / drafter.seconds
         spread = f"{ratio:.2f} ({min(drafter.ratios):.2f} to {max(drafter.ratios):.2f})"
         wanted = WANTED.get(source)
@@ -198,6 +212,10 @@ def table(sums: dict[str, dict[str, Sum]]) -> str:
             f"{source:8}{plain.tokens:14d}{plain.rate:9.1f}{drafter.rate:10.1f}{spread:>22}{drafter.accepted_len:10.2f}"
             f"{looking.rate:14.1f}{plain.seconds / looking.seconds:13.2f}  {holds}".rstrip()
         )
+        lines += [
+            f"{'':8}{'trees':>33}{of.rate:10.1f}{plain.seconds / of.seconds:12.2f}{of.accepted_len:12.2f}"
+            for of in trees
+        ]
     return "\n".join(lines)
 
 
@@ -212,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, help="only so many prompts, the sources in turn")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="of the target's weights (%(default)s)")
+    parser.add_argument("--draft-tree", type=int, default=0, metavar="N", help="also trees of up to N drafts")
     parser.add_argument("--threads", type=int, default=0, help="0 = one per core")
     parser.add_argument("--out", type=Path, default=Path("out/bench_sources.json"))
     args = parser.parse_args(argv)

@@ -136,7 +136,7 @@ def test_native_trees_are_those_of_the_plain_form(
         executor,
         batch,
         num_nodes=num_nodes,
-        draft_to_target=engine.drafter._draft_to_target,
+        draft_to_target=engine.drafter.draft_to_target,
         width=3,
         branch=4,
     )

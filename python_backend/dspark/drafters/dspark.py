@@ -40,7 +40,7 @@ class DSparkDrafter:
         self.chain_len = self.block_size = executor.config.block_size  # G
         self.feature_layer_ids = executor.config.target_layer_ids
         self.has_confidence = executor.config.enable_confidence_head
-        self._draft_to_target = draft_to_target
+        self.draft_to_target = draft_to_target
 
     def use_trees(self, size: int) -> None:
         """Draft trees of up to `size` nodes in steps where every sequence that drafts is plain greedy.
@@ -87,7 +87,7 @@ class DSparkDrafter:
                 confidence_logits=greedy.confidence_logits,
             )
         else:
-            drawn = drawn_block(self.executor, active, batch, num_drafts, self._draft_to_target)
+            drawn = drawn_block(self.executor, active, batch, num_drafts, self.draft_to_target)
             found = drawn or self._sample_block(active, batch, num_drafts)
         found = _widened(found, self.block_size)
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
@@ -98,7 +98,7 @@ class DSparkDrafter:
             tree = self.executor.draft_tree(batch, num_nodes=num_nodes, width=WIDTH, branch=BRANCH)
         else:
             tree = grow_trees(
-                self.executor, batch, num_nodes=num_nodes, draft_to_target=self._draft_to_target
+                self.executor, batch, num_nodes=num_nodes, draft_to_target=self.draft_to_target
             )
         tree = _wide_tree(tree, self.block_size)
         return DraftBlock(
@@ -163,7 +163,7 @@ class DSparkDrafter:
         """Return the arg-max token id of each row [R], -1 where the row is not finite."""
         best = logits.argmax(axis=-1)  # NaN counts as the largest
         finite = np.isfinite(logits[np.arange(len(logits)), best])
-        token_ids = best if self._draft_to_target is None else self._draft_to_target[best]
+        token_ids = best if self.draft_to_target is None else self.draft_to_target[best]
         return np.where(finite, token_ids, -1).astype(np.int32)
 
     def _draw(
@@ -172,7 +172,7 @@ class DSparkDrafter:
         """Return the draft of one row and its q (None = one-hot), or None where the row allows no token."""
         if best < 0:
             return None
-        sampler, token_ids = item.sampler, self._draft_to_target
+        sampler, token_ids = item.sampler, self.draft_to_target
         try:
             if sampler.params.greedy:
                 token = sampler.greedy_token(logits, drafted=drafted, token_ids=token_ids, argmax=best)
