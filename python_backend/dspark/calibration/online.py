@@ -41,7 +41,7 @@ _LOWEST_SLOPE = 0.02
 _FARTHEST = 30.0  # |z / T| beyond which nothing changes any more
 _LONGEST_STEP = 1.0
 _ROWS = 32  # sequences of one step that are learnt from; the others are left out in turn
-_BATCH_ROWS, _BATCH_STEPS = 64, 32  # what is gathered before it is learnt from
+_BATCH_ROWS, _BATCH_STEPS = 32, 16  # what is gathered before it is learnt from
 _STARVED = 256  # steps without a label after which a position is starved
 
 
@@ -93,7 +93,7 @@ class OnlineCalibrator:
         """
         mode = self._plain.get(sampled)
         if mode is None:
-            params = self._params[sampled].tolist()
+            params = self._params[int(sampled)].tolist()
             mode = [(t, a, b, d) for t, (a, b, d) in zip(self._scale.tolist(), params, strict=True)]
             self._plain[sampled] = mode
         out = []
@@ -147,9 +147,10 @@ class OnlineCalibrator:
             usable: [R] False = leave this sequence out (altered logits, nothing drafted).
             num_steps: that these rows are of.
         """
-        if len(logits) > _ROWS:
-            chosen = (self._first_row + np.arange(_ROWS)) % len(logits)
-            self._first_row = (self._first_row + _ROWS) % len(logits)
+        if len(logits) > _ROWS * num_steps:
+            num = _ROWS * num_steps
+            chosen = (self._first_row + np.arange(num)) % len(logits)
+            self._first_row = (self._first_row + num) % len(logits)
             logits, labels = logits[chosen], labels[chosen]
             sampled, usable = sampled[chosen], usable[chosen]
         self._gathered.append((logits, labels, sampled, usable))

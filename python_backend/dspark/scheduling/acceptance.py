@@ -12,6 +12,8 @@ tokens.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -106,20 +108,24 @@ def learn_calibration(
     )
 
 
-def survival_beyond(survival: Float64, num_drafts: Int32) -> Float64:
-    """Return survivals [N, G] with those of short blocks taken to go on behind their end as they did before it.
+def survival_beyond(survival: list[float], *, num_drafts: int, block_size: int) -> list[float]:
+    """Return survivals [G] of a block, one that was shorter taken to go on behind its end as it did before it.
 
     A block cut short by its cap says nothing of what lies behind.
+
+    Arguments:
+        survival: of its drafts; 0 from where it ends.
+        num_drafts: >= 1.
     """
-    block_size = survival.shape[1]
-    short = num_drafts < block_size
-    if not short.any():
-        return survival
-    last = np.maximum(num_drafts - 1, 0)
-    end = survival[np.arange(len(survival)), last]
-    mean = end ** (1.0 / (last + 1.0))
-    beyond = np.arange(block_size)[None, :] - last[:, None]
-    return np.where(beyond > 0, end[:, None] * mean[:, None] ** np.maximum(beyond, 0), survival)
+    whole = (survival + [0.0] * block_size)[:block_size]
+    if num_drafts >= block_size:
+        return whole
+    end = whole[num_drafts - 1]
+    mean = end ** (1.0 / num_drafts)
+    for k in range(num_drafts, block_size):
+        end *= mean
+        whole[k] = end
+    return whole
 
 
 class SequenceRows:
@@ -225,45 +231,37 @@ class AcceptanceStats:
 
 
 class SurvivalMemory:
-    """The last few survivals that a confidence head forecast, as samples of what the next block will be
-    worth."""
+    """The last few survivals that a confidence head forecast, as samples of what the next block will be worth.
+
+    Plain lists: most steps add a few blocks, and only a plan looks at them.
+    """
 
     OWN, ALL = 4, 32  # samples kept per sequence, and over all
 
     def __init__(self, block_size: int) -> None:
-        self._own = np.zeros((16, self.OWN, block_size))
-        self._num_own = np.zeros(16)
-        self._all = np.zeros((self.ALL, block_size))
+        self._block_size = block_size
+        self._own: list[deque[list[float]]] = []  # by row, the newest last
+        self._all: deque[list[float]] = deque(maxlen=self.ALL)
         self.num_all = 0  # ever taken
 
     def reset(self, rows: list[int], num_rows: int) -> None:
         """Start anew for sequences that were just given these rows."""
-        self._own = grown(self._own, num_rows)
-        self._num_own = grown(self._num_own, num_rows)
-        self._num_own[rows] = 0.0
+        self._own += [deque(maxlen=self.OWN) for _ in range(num_rows - len(self._own))]
+        for row in rows:
+            self._own[row].clear()
 
-    def observe(self, rows: Int64, survival: Float64) -> None:
-        """Take survivals [N, G] of whole blocks; of shorter ones what is taken to lie behind their end as well.
+    def observe(self, row: int, survival: list[float]) -> None:
+        """Take the survivals [G] of a whole block; of a shorter one what is taken to lie behind its end as well."""
+        self._own[row].append(survival)
+        self._all.append(survival)
+        self.num_all += 1
 
-        A row may come several times, the newest last.
-        """
-        order = np.argsort(rows, kind="stable")
-        own = rows[order]
-        first = np.searchsorted(own, own, side="left")
-        rank = np.arange(len(own)) - first  # how many blocks of the same row came before
-        self._own[own, (self._num_own[own].astype(np.int64) + rank) % self.OWN] = survival[order]
-        np.add.at(self._num_own, rows, 1.0)
-        some = survival[-self.ALL :]
-        self._all[(self.num_all + np.arange(len(some))) % self.ALL] = some
-        self.num_all += len(some)
-
-    def samples(self, rows: Int64, *, num: int = OWN) -> Float64:
+    def samples(self, rows: list[int], *, num: int = OWN) -> Float64:
         """Return the newest `num` <= OWN samples of each sequence [num, R, G]; missing ones are taken from all."""
-        count = self._num_own[rows].astype(np.int64)
-        back = np.arange(num)[:, None]
-        missing = back >= count[None, :]  # [num, R]
-        out = np.asarray(self._own[rows[None, :], (count[None, :] - 1 - back) % self.OWN])
-        if self.num_all and missing.any():
-            newest = self.num_all - 1 - np.arange(int(missing.sum())) % min(self.num_all, self.ALL)
-            out[missing] = self._all[newest % self.ALL]
-        return out
+        nothing = [0.0] * self._block_size
+        others = itertools.cycle(reversed(self._all)) if self._all else itertools.repeat(nothing)
+        columns = []
+        for row in rows:
+            own = list(self._own[row])[: -num - 1 : -1]
+            columns.append(own + [next(others) for _ in range(num - len(own))])
+        return np.array(columns, np.float64).transpose(1, 0, 2)

@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 _FLAT = 1.02  # the largest pass must cost this much more than the smallest
 _ROW_SHARE = 0.05  # cost of one more row against the first, before anything was measured
 _BLOCK_SHARE = 0.25  # likewise for one more drafted block
-_LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 16, 0.06  # steps that are learnt from together, and seconds of them
+_LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 16, 0.1  # steps that are learnt from together, and seconds of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class CostModel:
                 self._draft = CorrectedCurve(curve.num_blocks, curve.draft_s, prior_weight=16.0)
             else:
                 self._draft = CorrectedCurve((1, 2), (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
-        self._gathered: list[_Times] = []
+        self._gathered: list[StepObservation] = []
         self._gathered_s = 0.0
         self._least = 1  # steps that are learnt from together: one at first
         self._errors: deque[float] = deque(maxlen=129)
@@ -285,20 +285,8 @@ class CostModel:
 
         All but drafting counts as the target pass: what sampling and commit cost grows with the rows as well.
         """
-        num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
-        verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
-        if not (step.target_tokens > 0 and _is_time(verify_s)):
-            verify_s = 0.0
-        if not (num_blocks > 0 and _is_time(step.draft_s)):
-            num_blocks = 0
-        per_token = self._context_s + self._row_context_s * step.target_tokens / max(
-            len(step.sequence_ids), 1
-        )
-        tokens = step.context_tokens
-        self._gathered.append(
-            _Times(step.target_tokens, verify_s, tokens, tokens * per_token, num_blocks, step.draft_s)
-        )
-        self._gathered_s += verify_s
+        self._gathered.append(step)
+        self._gathered_s += step.step_s or step.verify_s
         num = len(self._gathered)
         enough = self._gathered_s >= _BATCH_S or self._least < _LEAST_BATCH
         if num >= _MOST_BATCH or (enough and num >= self._least):
@@ -306,7 +294,8 @@ class CostModel:
 
     def flush(self) -> None:
         """Learn now from what was gathered; called by itself every few steps."""
-        steps, self._gathered, self._gathered_s = self._gathered, [], 0.0
+        steps = [self._times_of(step) for step in self._gathered]
+        self._gathered, self._gathered_s = [], 0.0
         passes, drafts = [t for t in steps if t.verify_s], [t for t in steps if t.num_blocks]
         knew, knew_draft = self._verify.known, self._draft.known
         pass_s: list[float] = []
@@ -334,6 +323,19 @@ class CostModel:
                 took += times.draft_s
             if times.verify_s and knew and (knew_draft or not times.num_blocks):
                 self._errors.append(abs(expected - took) / took)
+
+    def _times_of(self, step: StepObservation) -> _Times:
+        num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
+        verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
+        if not (step.target_tokens > 0 and _is_time(verify_s)):
+            verify_s = 0.0
+        if not (num_blocks > 0 and _is_time(step.draft_s)):
+            num_blocks = 0
+        tokens = step.context_tokens
+        per_token = self._context_s + self._row_context_s * step.target_tokens / max(
+            len(step.sequence_ids), 1
+        )
+        return _Times(step.target_tokens, verify_s, tokens, tokens * per_token, num_blocks, step.draft_s)
 
 
 class _Times(NamedTuple):

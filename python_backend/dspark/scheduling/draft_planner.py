@@ -24,6 +24,7 @@ __all__ = ["DraftPlanner"]
 
 _FREE = 0.003  # drafting below this share of the target pass is not worth a thought
 _EVERY = 8  # steps that a plan holds at most
+_CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
@@ -105,7 +106,7 @@ class DraftPlanner:
         self._num_steps += 1
         plan = self._plans[prefill_tokens > 0]
         changed = abs(num_eligible - plan.num_eligible)
-        return self._num_steps - plan.made_at >= _EVERY or 8 * changed > plan.num_eligible
+        return self._num_steps - plan.made_at >= _EVERY or _CHANGED * changed > plan.num_eligible
 
     def wanted(self, rows: list[int], caps: list[int], *, prefill_tokens: int, whole: bool) -> list[int]:
         """Return the drafts to ask for [R] by the plan that holds; `whole` asks for whole blocks."""
@@ -138,21 +139,23 @@ class DraftPlanner:
             if self.knows_nothing:
                 plan.made_at -= _EVERY  # until something is known
         else:
-            drafted = self._worth(at, caps, counted, verify_s, draft_s)
+            drafted = self._worth(rows, caps, counted, verify_s, draft_s)
         plan.newcomers = 2 * int(np.count_nonzero(drafted)) > num_counted
         for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
             plan.drafts[row] = chosen if asked else plan.newcomers
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
         return self._probed(at, counted, drafted, draft_s, float(verify_s[0]), passed)
 
-    def _worth(self, rows: Int64, caps: Int32, counted: Bool, verify_s: Float64, draft_s: Float64) -> Bool:
+    def _worth(
+        self, rows: list[int], caps: Int32, counted: Bool, verify_s: Float64, draft_s: Float64
+    ) -> Bool:
         num_sequences = len(rows)
         at_most = np.arange(self._block_size, dtype=np.int32) < caps[:, None]
         if self._has_confidence:
             many = num_sequences * self._block_size > _MANY
             samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN) * at_most
         else:
-            samples = survival_of(self._stats.confidence(rows), caps)[None]
+            samples = survival_of(self._stats.confidence(np.array(rows, np.int64)), caps)[None]
         if num_sequences > 1:
             return plan_drafting(
                 samples,
@@ -202,29 +205,37 @@ class DraftPlanner:
 
     # -- after the step --------------------------------------------------------------------------------------------
 
-    def deepen(
-        self, rows: list[int], *, num_drafts: list[int], verify_len: list[int], looked_up: list[bool] | None
+    def settle(
+        self,
+        rows: list[int],
+        survival: list[list[float]],
+        *,
+        num_drafts: list[int],
+        verify_len: list[int],
+        looked_up: list[bool] | None,
     ) -> None:
-        """Say how the blocks of a step ended.
+        """Keep what a step showed that is over: none of its drafts can be chosen any more.
 
         The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step
-        of the sequential head. A block that was verified whole was too short, and one that was looked up cost no step.
+        of the sequential head. A block that was verified whole was too short. One that was looked up cost no step and
+        tells nothing of what the drafter's blocks are worth.
+
+        Arguments:
+            survival: [R] lists of up to G, 0 where a block ends.
         """
+        first = later = 0.0
         for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
             if not drafts:
                 continue
             self._looked_up[row] = looked_up is not None and looked_up[index]
             if self._looked_up[row]:
                 self._depth[row] = self._block_size
-            else:
-                deeper = drafts + _DEEPER if verified >= drafts else verified + 1
-                self._depth[row] = min(deeper, self._block_size)
-
-    def remember(self, rows: Int64, survival: Float64, num_drafts: Int32) -> None:
-        """Keep the survivals [N, G] of rated blocks of steps that are over, in their order."""
-        survival = survival_beyond(survival, num_drafts)
-        self._memory.observe(rows, survival)
-        total = float(survival[:, :-1].sum())
-        if total > 0.0:
-            rate = 1.0 - 0.95 ** (len(rows) / max(len(set(rows.tolist())), 1))  # 0.05 a step
-            self.decay += rate * (float(survival[:, 1:].sum()) / total - self.decay)
+                continue
+            self._depth[row] = min(drafts + _DEEPER if verified >= drafts else verified + 1, self._block_size)
+            block = survival_beyond(survival[index], num_drafts=drafts, block_size=self._block_size)
+            self._memory.observe(row, block)
+            total = sum(block)
+            first += total - block[-1]
+            later += total - block[0]
+        if first > 0.0:
+            self.decay += 0.05 * (later / first - self.decay)

@@ -47,8 +47,9 @@ __all__ = ["LoadAwareScheduler"]
 _MARGIN = 1.02  # what estimates alone (no confidence head) must promise before a row is spent
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of which nothing was heard
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
-_FEW = 512  # candidates up to which plain numbers are faster than arrays
-_GATHERED_STEPS, _GATHERED_ROWS = 8, 16  # what is gathered before it is learnt from
+_PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
+_FEW = 512  # candidates up to which they are where it comes to choosing
+_GATHERED_STEPS, _GATHERED_ROWS = 64, 64  # what is gathered before it is learnt from
 
 
 @dataclass(slots=True)
@@ -56,16 +57,8 @@ class _Choice:
     """What a step chose by, until it is over."""
 
     rows: list[int]  # [R]
-    survival: Float64 | list[float]  # [R, G], or of the only sequence
+    survival: list[list[float]]  # [R] of up to G
     looked_up: Bool | None  # [R], None = no block was
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """A step that is over."""
-
-    step: StepObservation
-    choice: _Choice | None
 
 
 class LoadAwareScheduler:
@@ -97,6 +90,7 @@ class LoadAwareScheduler:
         self._block_size = block_size
         self._has_confidence = has_confidence
         self._rows = SequenceRows()
+        self._rows_seen: tuple[Int, list[int]] | None = None  # ids and rows of this step
         self._stats = AcceptanceStats(block_size)
         self._costs = StepCosts(cost_model)
         self._planner = DraftPlanner(
@@ -112,7 +106,7 @@ class LoadAwareScheduler:
         self._num_steps = 0  # that drafted
         self._choice: _Choice | None = None  # of this step
         self._num_asked = 0  # drafts that this step asked for
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[StepObservation] = []
         self._num_gathered = 0  # rows of them
 
     # -- before drafting -----------------------------------------------------------------------------------
@@ -127,7 +121,6 @@ class LoadAwareScheduler:
         rows = self._rows_of(sequence_ids)
         probed: list[int] = []
         if self._planner.plan_is_due(num_eligible, prefill_tokens):
-            self._learn()
             probed = self._planner.replan(rows, caps, prefill_tokens=prefill_tokens)
         whole = self._look_is_due(self._num_steps + 1)
         wanted = self._planner.wanted(rows, most, prefill_tokens=prefill_tokens, whole=whole)
@@ -157,23 +150,30 @@ class LoadAwareScheduler:
         if not num_blocks:
             return np.zeros_like(num_drafts)
         rows = self._rows_of(sequence_ids)
+        count = max(num_sequences * self._block_size, most) + 1
+        if confidence_logits is not None and confidence_logits.size <= _PLAIN:
+            logits = confidence_logits.tolist()
+            if all(of_one[0] == of_one[0] for of_one in logits):  # NaN where looked up
+                _, plain_seconds = self._costs.seconds(
+                    num_sequences=num_sequences,
+                    prefill_tokens=prefill_tokens,
+                    num_blocks=num_blocks,
+                    count=count,
+                )
+                verify_len = self._verify_few(
+                    rows, logits, drafts, sampled.tolist(), plain_seconds[: most + 1], num_blocks
+                )
+                return self._look_deeper(verify_len, num_drafts, altered)
         looked_up = None if confidence_logits is None else _looked_up(confidence_logits, num_drafts)
-        costs = {"num_sequences": num_sequences, "prefill_tokens": prefill_tokens}
-        if looked_up is not None:
-            num_blocks_run = num_blocks - int(np.count_nonzero(looked_up))
-        else:
-            num_blocks_run = num_blocks
         seconds, plain_seconds = self._costs.seconds(
-            **costs, num_blocks=num_blocks_run, count=max(num_sequences * self._block_size, most) + 1
+            num_sequences=num_sequences,
+            prefill_tokens=prefill_tokens,
+            num_blocks=num_blocks - (0 if looked_up is None else int(np.count_nonzero(looked_up))),
+            count=count,
         )
-        if num_sequences == 1 and confidence_logits is not None and looked_up is None:
-            one = self._survival_of_one(confidence_logits, drafts[0], sampled)
-            self._choice = _Choice(rows, one, None)
-            verify_len = np.array([self._num_of_few(one, plain_seconds[: most + 1], 1, 1)], np.int32)
-            return self._look_deeper(verify_len, num_drafts, altered)
         survival = survival_of(self._confidence(rows, confidence_logits, looked_up, sampled), num_drafts)
         if confidence_logits is not None:
-            self._choice = _Choice(rows, survival, looked_up)
+            self._choice = _Choice(rows, survival.tolist(), looked_up)
         if survival.size <= _FEW:
             ranked = np.ascontiguousarray(survival.T).ravel()  # position-major: index = j * R + r
             order = np.argsort(-ranked, kind="stable")
@@ -191,13 +191,41 @@ class LoadAwareScheduler:
         verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
         return self._look_deeper(verify_len, np.where(looked_up, nothing, num_drafts), altered)
 
-    def _survival_of_one(self, logits: Float32, num_drafts: int, sampled: Kinds) -> list[float]:
-        """Return the survivals above 0 of the only block."""
-        values = logits[0, :num_drafts].tolist()
+    def _verify_few(
+        self,
+        rows: list[int],
+        logits: list[list[float]],
+        num_drafts: list[int],
+        sampled: list[int],
+        seconds: list[float],
+        num_blocks: int,
+    ) -> Int32:
+        """Return verify_len [R] of rated blocks; no arrays."""
+        num_sequences = len(rows)
+        survival = [
+            self._survival_of_one(of_one[:num], kind)
+            for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
+        ]
+        self._choice = _Choice(rows, survival, None)
+        if num_sequences == 1:
+            return np.array([self._num_of_few(survival[0], seconds, 1, 1)], np.int32)
+        ranked = sorted(
+            (-value, position * num_sequences + sequence)
+            for sequence, of_one in enumerate(survival)
+            for position, value in enumerate(of_one)
+        )
+        num = self._num_of_few([-value for value, _ in ranked], seconds, num_sequences, num_blocks)
+        verify_len = [0] * num_sequences
+        for _, index in ranked[:num]:
+            verify_len[index % num_sequences] += 1
+        return np.array(verify_len, np.int32)
+
+    def _survival_of_one(self, logits: list[float], sampled: int) -> list[float]:
+        """Return the survivals above 0 of one block."""
         if self.calibrator is not None:
-            values = self.calibrator.confidence_of_one(values, sampled=int(sampled[0]))
+            values = self.calibrator.confidence_of_one(logits, sampled=sampled)
         else:
-            values = [0.5 * (1.0 + math.tanh(0.5 * value)) for value in values]
+            values = [0.5 * (1.0 + math.tanh(0.5 * value)) for value in logits]
         survival, product = [], 1.0
         for confidence in values:
             product *= confidence
@@ -321,21 +349,20 @@ class LoadAwareScheduler:
             return
         looked_up = choice.looked_up if choice else _looked_up(step.confidence_logits, step.num_drafts)
         if choice is not None:
-            self._planner.deepen(
+            self._planner.settle(
                 choice.rows,
+                choice.survival,
                 num_drafts=step.num_drafts.tolist(),
                 verify_len=step.verify_len.tolist(),
                 looked_up=None if looked_up is None else looked_up.tolist(),
             )
         if looked_up is not None:
             self._learn_outcomes(step, looked_up)
-        self._gathered.append(_Gathered(step, choice))
+        if self.calibrator is None:
+            return
+        self._gathered.append(step)
         self._num_gathered += num_sequences
-        if (
-            self._num_gathered >= _GATHERED_ROWS
-            or len(self._gathered) >= _GATHERED_STEPS
-            or self._planner.knows_nothing
-        ):
+        if self._num_gathered >= _GATHERED_ROWS or len(self._gathered) >= _GATHERED_STEPS:
             self._learn()
 
     def _learn_outcomes(self, step: StepObservation, looked_up: Bool | None) -> None:
@@ -349,44 +376,22 @@ class LoadAwareScheduler:
         self._wait[rows[step.accepted > 0]] = _FIRST_WAIT
 
     def _learn(self) -> None:
-        """Learn from the gathered steps: calibration, and what blocks were worth. None of their drafts can be chosen
-        any more.
-        """
+        """Hand the gathered steps to the calibrator."""
         gathered, self._gathered, self._num_gathered = self._gathered, [], 0
-        if not gathered:
-            return
-        if self.calibrator is not None:
+        if gathered and self.calibrator is not None:
             learn_calibration(
-                self.calibrator,
-                joined([g.step for g in gathered]),
-                block_size=self._block_size,
-                num_steps=len(gathered),
+                self.calibrator, joined(gathered), block_size=self._block_size, num_steps=len(gathered)
             )
-        rows, survival, num_drafts = [], [], []
-        for step, choice in ((g.step, g.choice) for g in gathered):
-            if choice is None:
-                continue
-            worth = np.zeros((len(choice.rows), self._block_size))
-            if isinstance(choice.survival, list):
-                worth[0, : len(choice.survival)] = choice.survival
-            else:
-                worth = choice.survival
-            rated = (
-                step.num_drafts > 0 if choice.looked_up is None else (step.num_drafts > 0) & ~choice.looked_up
-            )
-            rows.append(np.array(choice.rows, np.int64)[rated])
-            survival.append(worth[rated])
-            num_drafts.append(step.num_drafts[rated])
-        if rows and sum(map(len, rows)):
-            self._planner.remember(np.concatenate(rows), np.concatenate(survival), np.concatenate(num_drafts))
 
     def release(self, sequence_id: int) -> None:
-        self._learn()  # while its row is its own
+        self._rows_seen = None
         self._rows.release(sequence_id)
 
     # -- inside --------------------------------------------------------------------------------------------
 
     def _rows_of(self, sequence_ids: Int) -> list[int]:
+        if self._rows_seen is not None and self._rows_seen[0] is sequence_ids:
+            return self._rows_seen[1]
         rows, new = self._rows.rows(sequence_ids.tolist())
         if new:
             num_rows = self._rows.num_rows
@@ -395,6 +400,7 @@ class LoadAwareScheduler:
             self._silent, self._wait = grown(self._silent, num_rows), grown(self._wait, num_rows)
             self._silent[new] = 0.0
             self._wait[new] = _FIRST_WAIT
+        self._rows_seen = (sequence_ids, rows)
         return rows
 
 
