@@ -139,11 +139,12 @@ def _architecture(text: str, precision: str) -> int:
     for module in ("onnx", "ml_dtypes", "triton"):
         if find_spec(module) is None:
             raise ConfigError(f"building engines needs {module}: pip install 'dspark-triton[tensorrt]'")
-    known = ", ".join(str(sm) for sm in CHIPS)
+    from dspark_build.engine_plan import check_architecture, known_architectures
+
+    built = known_architectures()
+    known = ", ".join(str(sm) for sm in CHIPS if sm in built or not built)
     if not text.isdecimal():
         raise ConfigError(f"--sm: got {text!r}, allowed is one of {known}")
-    from dspark_build.engine_plan import check_architecture
-
     check_architecture(int(text), precision)
     if int(text) not in CHIPS:
         raise ConfigError(f"--sm: got {text}, for which there are no kernels; allowed is one of {known}")

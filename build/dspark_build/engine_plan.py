@@ -20,7 +20,7 @@ from dspark_build.engine_kernels import KernelCompiler
 from dspark_build.engine_profiles import Profile, profile_shapes
 from dspark_build.engine_report import Layer, layers_of, missing_plugins
 
-__all__ = ["BuiltPlan", "build_plan", "check_architecture", "tensorrt_version"]
+__all__ = ["BuiltPlan", "build_plan", "check_architecture", "known_architectures", "tensorrt_version"]
 
 _ATTENTION = ("ATTENTION", "SOFTMAX", "RAGGED_SOFTMAX")  # layer types that no graph of ours may keep
 
@@ -60,7 +60,7 @@ def check_architecture(sm: int, precision: str) -> None:
     Raises:
         ConfigError: TensorRT does not know it, the chip lacks the precision, or another one is plugged in.
     """
-    known = _known_architectures()
+    known = known_architectures()
     if known and sm not in known:
         allowed = ", ".join(str(one) for one in known)
         raise ConfigError(
@@ -85,7 +85,7 @@ def _check_at_hand(sm: int) -> None:
         )
 
 
-def _known_architectures() -> list[int]:
+def known_architectures() -> list[int]:
     """Return what can be chosen; nothing where TensorRT builds for the GPU at hand alone."""
     if not hasattr(trt, "ComputeCapability"):
         return []
@@ -146,7 +146,7 @@ def _config(builder: Any, sm: int) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches in place
-    if _known_architectures():
+    if known_architectures():
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
     return config

@@ -192,7 +192,7 @@ def test_a_tensorrt_for_the_gpu_at_hand_builds_for_no_other(
 ) -> None:
     from dspark_build import engine_plan
 
-    monkeypatch.setattr(engine_plan, "_known_architectures", list)
+    monkeypatch.setattr(engine_plan, "known_architectures", list)
     monkeypatch.setattr(engine_plan.DriverLauncher, "capability", lambda _: found)
     if not told:
         engine_plan.check_architecture(89, "bf16")
