@@ -1,5 +1,6 @@
 // Drives the native library the way the executors do, for builds under sanitizers: every weight type, every instruction
 // set of the machine, chains, trees, blocks, heads, and pools that come and go. Exits 1 when a bit differs.
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -192,6 +193,12 @@ class Model {
       dspark_head_step(head, 2, anchors, hidden.data(), state.data(), bias.data());
     }
     dspark_head_greedy(head, 2, kBlock, anchors, hidden.data(), logits.data(), drawn.data(), finite.data(), rated.data());
+    const DSparkSampling samplings[2] = {{7, 1.0, 1.0f, -INFINITY, 0, 1, 9, 9}, {~0ull, 0.8, 2.0f, -3.0f, 20, 0, 5, 5}};
+    std::vector<double> probs(2 * kBlock * kVocab);
+    std::vector<int32_t> entries(probs.size()), kept(2 * kBlock);
+    dspark_head_sample(head, 2, kBlock, anchors, hidden.data(), logits.data(), samplings, drawn.data(), finite.data(),
+                       rated.data(), probs.data(), entries.data(), kept.data());
+    for (int i = 0; i < 2 * kBlock; ++i) logits.push_back(static_cast<float>(drawn[static_cast<size_t>(i)]));
     dspark_head_confidence(head, 2, anchors, hidden.data(), rated.data());
     dspark_head_destroy(head);
     return logits;

@@ -137,6 +137,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_head_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
     "dspark_head_destroy": (None, (_handle,)),
     "dspark_head_greedy": (None, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_sample": (None, (_handle, _i32, _i32, *((_ptr,) * 10))),
     "dspark_head_step": (None, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_confidence": (None, (_handle, _i32, _ptr, _ptr, _ptr)),
     "dspark_tree_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
@@ -486,6 +487,45 @@ class NativeHead:
                 None if confidence is None else _address(confidence),
             )
         return tokens, finite, confidence
+
+    def sample(
+        self,
+        anchors: Int32,
+        hidden: Float32,
+        logits: Float32,
+        samplings: npt.NDArray[np.void],
+        probs: npt.NDArray[np.float64],
+        entries: Int32,
+        *,
+        with_confidence: bool,
+    ) -> tuple[Int32, npt.NDArray[np.bool_], Float32 | None, Int32]:
+        """Draw as `samplings` [n] (DSparkSampling) say; fill q: probs and entries [n, steps, Vd].
+
+        Returns:
+            tokens, finite flags, confidence logits, and how many entries q keeps (0 = arg-max, Vd = all and
+            entries not written), each [n, steps].
+        """
+        num, steps = logits.shape[:2]
+        tokens, finite = np.empty((num, steps), np.int32), np.empty((num, steps), np.bool_)
+        count = np.empty((num, steps), np.int32)
+        confidence = np.empty((num, steps), np.float32) if with_confidence else None
+        with self._pool.lock:
+            self._library.dspark_head_sample(
+                self.handle,
+                num,
+                steps,
+                _address(anchors),
+                _address(hidden),
+                _address(logits),
+                _address(samplings),
+                _address(tokens),
+                _address(finite),
+                None if confidence is None else _address(confidence),
+                _address(probs),
+                _address(entries),
+                _address(count),
+            )
+        return tokens, finite, confidence, count
 
     def step(self, previous: Int32, hidden: Float32, state: Float32 | None) -> Float32:
         """Return B_k [n, Vd]; `state` [n, r] is replaced in place."""

@@ -99,6 +99,24 @@ DSPARK_API void dspark_head_destroy(void* head);
 DSPARK_API void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
                                    const float* hidden, float* logits, int32_t* tokens, uint8_t* finite,
                                    float* confidence);
+/* How the drafts of one sequence are drawn (dspark/sampling). */
+typedef struct {
+  uint64_t seed;
+  double top_p;          /* 1 = all */
+  float scale;           /* 1 / temperature; 0 = the arg-max */
+  float min_log;         /* log of min_p, -infinity = all */
+  int32_t top_k;         /* 0 = all */
+  int32_t coupled;       /* the race of tokens' own noise, else the inverse of the running total */
+  int32_t position;      /* absolute, of the first draft */
+  int32_t num_committed; /* tokens that are committed */
+} DSparkSampling;
+
+/* As dspark_head_greedy, drawn by samplings [n]. Of each draft also q: probs [n, steps, Vd] of the draft-vocabulary
+ * entries [n, steps, Vd] that were kept, count [n, steps]; count 0 = arg-max, count Vd = all, entries not written. */
+DSPARK_API void dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
+                                   const float* hidden, float* logits, const DSparkSampling* samplings,
+                                   int32_t* tokens, uint8_t* finite, float* confidence, double* probs,
+                                   int32_t* entries, int32_t* count);
 /* One step: bias [n, Vd] = B_k; state [n, rank] is read and replaced (rnn). */
 DSPARK_API void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
                                  float* state, float* bias);

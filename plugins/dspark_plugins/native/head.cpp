@@ -8,6 +8,7 @@
 #include "kernels.hpp"
 #include "memory.hpp"
 #include "pool.hpp"
+#include "sampling.hpp"
 
 namespace dspark {
 namespace {
@@ -18,6 +19,8 @@ enum Kind : int32_t {
   kMixRows,    // [rows] its non-linear part, input of W2
   kBias,       // [panels] logits += z W2
   kPick,       // [rows] arg-max
+  kNoise,      // [rows * steps] leading noise bytes of every token
+  kDraw,       // [rows] arg-max or draw
 };
 
 struct PhaseInfo {
@@ -40,6 +43,9 @@ class Head {
 
   void greedy(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
               uint8_t* finite, float* confidence);
+  void sample(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+              uint8_t* finite, float* confidence, const DSparkSampling* samplings, double* probs, int32_t* entries,
+              int32_t* count);
   void step(int num, const int32_t* previous, const float* hidden, float* state, float* bias);
   void confidence(int num, const int32_t* previous, const float* hidden, float* out);
 
@@ -53,7 +59,10 @@ class Head {
     totals_.push_back(total);
   }
   void reserve(int num);
-  void plan_step(int step, bool pick);
+  void begin_block(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+                   uint8_t* finite, float* confidence);
+  void plan_step(int step);
+  void draw(int step, int i);
   void run(PhaseInfo phase, int begin, int end);
   void embed(int32_t token, float* out) const;
   float rate(const float* hidden, const float* embedded) const;
@@ -80,6 +89,13 @@ class Head {
   Epilogue epilogue_ = kAdd;
   int32_t* tokens_ = nullptr;
   uint8_t* finite_ = nullptr;
+  // Of `sample` alone.
+  const DSparkSampling* samplings_ = nullptr;
+  double* probs_ = nullptr;
+  int32_t *entries_ = nullptr, *count_ = nullptr;
+  Buffer noise_;
+  int noise_counters_ = 0;
+  std::vector<DrawScratch> scratch_;
 };
 
 void Head::reserve(int num) {
@@ -97,18 +113,17 @@ void Head::reserve(int num) {
   }
 }
 
-void Head::plan_step(int step, bool pick) {
+void Head::plan_step(int step) {
   add(kEmbedRows, step, num_);
   if (mix_) {
     add(kMix, step, mix_->panels);
     add(kMixRows, step, num_);
   }
   if (w2_) add(kBias, step, w2_->panels);
-  if (pick) add(kPick, step, num_);
 }
 
-void Head::greedy(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
-                  uint8_t* finite, float* confidence) {
+void Head::begin_block(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+                       uint8_t* finite, float* confidence) {
   reserve(num);
   steps_ = steps;
   hidden_ = hidden;
@@ -123,7 +138,39 @@ void Head::greedy(int num, int steps, const int32_t* anchors, const float* hidde
   std::memset(state_now_, 0, static_cast<size_t>(num) * static_cast<size_t>(c_.rank) * 4);
   plan_.clear();
   totals_.clear();
-  for (int k = 0; k < steps; ++k) plan_step(k, true);
+}
+
+void Head::greedy(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+                  uint8_t* finite, float* confidence) {
+  begin_block(num, steps, anchors, hidden, logits, tokens, finite, confidence);
+  for (int k = 0; k < steps; ++k) {
+    plan_step(k);
+    add(kPick, k, num);
+  }
+  pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
+}
+
+void Head::sample(int num, int steps, const int32_t* anchors, const float* hidden, float* logits, int32_t* tokens,
+                  uint8_t* finite, float* confidence, const DSparkSampling* samplings, double* probs,
+                  int32_t* entries, int32_t* count) {
+  begin_block(num, steps, anchors, hidden, logits, tokens, finite, confidence);
+  samplings_ = samplings;
+  probs_ = probs;
+  entries_ = entries;
+  count_ = count;
+  bool noise = false;
+  for (int i = 0; i < num; ++i) noise = noise || wants_noise(samplings[i]);
+  if (noise) {
+    const int32_t last = c_.draft_to_target ? c_.draft_to_target[c_.draft_vocab_size - 1] : c_.draft_vocab_size - 1;
+    noise_counters_ = last / 16 + 1;
+    noise_.reserve(int64_t{num} * steps * noise_counters_ * 16);
+    add(kNoise, 0, num * steps);
+  }
+  if (scratch_.size() < static_cast<size_t>(num)) scratch_.resize(static_cast<size_t>(num));
+  for (int k = 0; k < steps; ++k) {
+    plan_step(k);
+    add(kDraw, k, num);
+  }
   pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
 }
 
@@ -138,7 +185,7 @@ void Head::step(int num, const int32_t* previous, const float* hidden, float* st
   state_now_ = state;
   plan_.clear();
   totals_.clear();
-  plan_step(0, false);
+  plan_step(0);
   pool_.run(totals_.data(), static_cast<int>(plan_.size()), body, this);
 }
 
@@ -208,6 +255,30 @@ void Head::mix_row(int i) {
   bias_input(i, embedded);
 }
 
+void Head::draw(int step, int i) {
+  const int vocab = c_.draft_vocab_size;
+  const int64_t at = int64_t{i} * steps_ + step;
+  const float* logits = logits_ + at * vocab;
+  const DSparkSampling& s = samplings_[i];
+  int32_t entry = 0;
+  kernels_.argmax(logits, vocab, &entry, finite_ + at);
+  count_[at] = 0;
+  if (s.scale > 0.0f && finite_[at]) {
+    DrawRow row{};
+    row.logits = logits;
+    row.n = vocab;
+    row.best = entry;
+    row.token_ids = c_.draft_to_target;
+    row.bytes = wants_noise(s) ? noise_.as<uint8_t>() + at * noise_counters_ * 16 : nullptr;
+    row.step = step;
+    row.probs = probs_ + at * vocab;
+    row.entries = entries_ + at * vocab;
+    row.count = count_ + at;
+    entry = draw_row(kernels_, s, row, scratch_[static_cast<size_t>(i)]);
+  }
+  tokens_[at] = previous_[static_cast<size_t>(i)] = c_.draft_to_target ? c_.draft_to_target[entry] : entry;
+}
+
 void Head::run(PhaseInfo phase, int begin, int end) {
   const int64_t vocab = c_.draft_vocab_size;
   Gemm g{};
@@ -235,6 +306,17 @@ void Head::run(PhaseInfo phase, int begin, int end) {
       g.out = logits_ + phase.step * vocab;
       g.out_stride = steps_ * vocab;
       return kernels_.gemm(g, begin, end);
+    case kNoise:
+      for (int j = begin; j < end; ++j) {
+        const DSparkSampling& s = samplings_[j / steps_];
+        if (!wants_noise(s)) continue;
+        kernels_.philox_bytes(s.seed, static_cast<uint32_t>(s.position + j % steps_), kTokenCoarse, noise_counters_,
+                              noise_.as<uint8_t>() + int64_t{j} * noise_counters_ * 16);
+      }
+      return;
+    case kDraw:
+      for (int i = begin; i < end; ++i) draw(phase.step, i);
+      return;
     case kPick:
       for (int i = begin; i < end; ++i) {
         const int64_t at = int64_t{i} * steps_ + phase.step;
@@ -262,6 +344,13 @@ void dspark_head_destroy(void* head) { delete static_cast<Head*>(head); }
 void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
                         float* logits, int32_t* tokens, uint8_t* finite, float* confidence) {
   static_cast<Head*>(head)->greedy(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence);
+}
+
+void dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
+                        float* logits, const DSparkSampling* samplings, int32_t* tokens, uint8_t* finite,
+                        float* confidence, double* probs, int32_t* entries, int32_t* count) {
+  static_cast<Head*>(head)->sample(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence,
+                                   samplings, probs, entries, count);
 }
 
 void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden, float* state,

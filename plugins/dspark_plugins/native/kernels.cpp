@@ -635,6 +635,90 @@ void attend(const Attention& a) {
   }
 }
 
+// ---------------------------------------------------------------- drawing
+
+// Loops below are long enough that compilers turn them into vector code rather than unroll them.
+constexpr int kWideBlock = 128;
+
+// e^x of x <= 0 in double precision, within 2 ulp; that of -708 below it, which no draw can meet.
+inline void exp_wide(const float* x, double* out) {
+  float low[kWideBlock];
+  for (int i = 0; i < kWideBlock; i += 16) vstore(low + i, vmax(vload(x + i), vset(-708.0f)));
+  double shifted[kWideBlock];
+  uint64_t bits[kWideBlock];
+  for (int i = 0; i < kWideBlock; ++i) {
+    const double v = low[i];
+    shifted[i] = v * 1.4426950408889634 + 6755399441055744.0;  // rounds to a whole number in the low bits
+    const double whole = shifted[i] - 6755399441055744.0;
+    const double r = (v - whole * 0.693147180369123816490) - whole * 1.90821492927058770002e-10;
+    double p = 1.0 / 6227020800.0;
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    out[i] = p * r + 1.0;
+  }
+  __builtin_memcpy(bits, shifted, sizeof bits);
+  for (int i = 0; i < kWideBlock; ++i) bits[i] = (bits[i] + 1023) << 52;
+  __builtin_memcpy(shifted, bits, sizeof bits);
+  for (int i = 0; i < kWideBlock; ++i) out[i] *= shifted[i];
+}
+
+double soft(const float* x, int n, float top, float scale, float* scaled, double* weights) {
+  double lanes[kWideBlock] = {};
+  int i = 0;
+  for (; i + kWideBlock <= n; i += kWideBlock) {
+    for (int l = 0; l < kWideBlock; ++l) scaled[i + l] = (x[i + l] - top) * scale;
+    exp_wide(scaled + i, weights + i);
+    for (int l = 0; l < kWideBlock; ++l) lanes[l] += weights[i + l];
+  }
+  if (i < n) {
+    float rest[kWideBlock] = {};
+    double out[kWideBlock];
+    for (int l = 0; i + l < n; ++l) rest[l] = scaled[i + l] = (x[i + l] - top) * scale;
+    exp_wide(rest, out);
+    for (int l = 0; i + l < n; ++l) lanes[l] += weights[i + l] = out[l];
+  }
+  double sum = 0.0;
+  for (int l = 0; l < kWideBlock; ++l) sum += lanes[l];
+  return sum;
+}
+
+void philox_bytes(uint64_t seed, uint32_t position, uint32_t purpose, int num_counters, uint8_t* out) {
+  for (int first = 0; first < num_counters; first += kWideBlock) {
+    uint32_t c0[kWideBlock], c1[kWideBlock], c2[kWideBlock], c3[kWideBlock];
+    for (int l = 0; l < kWideBlock; ++l) {
+      c0[l] = static_cast<uint32_t>(first + l);
+      c1[l] = position;
+      c2[l] = purpose;
+      c3[l] = 0;
+    }
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+      for (int l = 0; l < kWideBlock; ++l) {
+        const uint64_t a = uint64_t{0xD2511F53u} * c0[l], b = uint64_t{0xCD9E8D57u} * c2[l];
+        c0[l] = static_cast<uint32_t>(b >> 32) ^ c1[l] ^ k0;
+        c1[l] = static_cast<uint32_t>(b);
+        c2[l] = static_cast<uint32_t>(a >> 32) ^ c3[l] ^ k1;
+        c3[l] = static_cast<uint32_t>(a);
+      }
+    }
+    const int count = num_counters - first < kWideBlock ? num_counters - first : kWideBlock;
+    for (int l = 0; l < count; ++l) {
+      const uint32_t words[4] = {c0[l], c1[l], c2[l], c3[l]};
+      __builtin_memcpy(out + int64_t{first + l} * 16, words, 16);
+    }
+  }
+}
+
 inline float exp_one(float x) {
   float lane[16];
   vstore(lane, vexp(vset(x)));
@@ -665,5 +749,5 @@ void combine(const float* partial, int chunks, int64_t stride, int group, int he
 }  // namespace
 
 namespace dspark {
-const Kernels DSPARK_KERNELS = {DSPARK_NAME, kWideBfloat16, gemm, prepare_row, heads, attend, combine, argmax, top, norm_row, dot, read};
+const Kernels DSPARK_KERNELS = {DSPARK_NAME, kWideBfloat16, gemm, prepare_row, heads, attend, combine, argmax, top, norm_row, dot, soft, philox_bytes, read};
 }  // namespace dspark

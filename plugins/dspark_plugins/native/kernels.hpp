@@ -109,6 +109,10 @@ struct Kernels {
   // Normalise one row in place.
   void (*norm_row)(float* x, const float* norm, float eps, int n);
   float (*dot)(const float* x, const float* y, int n);
+  // scaled = (x - top) * scale and weights = e^scaled of n entries (top is the largest x); returns their sum.
+  double (*soft)(const float* x, int n, float top, float scale, float* scaled, double* weights);
+  // Philox4x32-10 of counters (0..num_counters - 1, position, purpose, 0): 16 bytes each.
+  void (*philox_bytes)(uint64_t seed, uint32_t position, uint32_t purpose, int num_counters, uint8_t* out);
   // Read n floats (a multiple of 64) at full speed; the sum keeps the reads alive.
   float (*read)(const float* x, int64_t n);
 };

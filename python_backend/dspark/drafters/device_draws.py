@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from dspark.drafters.interface import DraftBlock, DraftInput
 from dspark.executors.interface import DraftBatch, Float32, Int32
+from dspark.request import SamplingParams
 from dspark.sampling.distribution import Distribution
 
-__all__ = ["BlockDraws", "SampledBlock", "SampledBlockExecutor", "drawn_block"]
+__all__ = ["BlockDraws", "SampledBlock", "SampledBlockExecutor", "drawn_block", "join_blocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class BlockDraws:
     top_p: Float32  # [R]
     min_p: Float32  # [R]
     coupled: Int32  # [R] 1 = the noise that tokens own, 0 = one uniform number for each draft
+    params: tuple[SamplingParams, ...] = ()  # [R] the same in double precision, for who computes in it
 
     @classmethod
     def of(cls, inputs: Sequence[DraftInput]) -> BlockDraws:
@@ -46,6 +48,7 @@ class BlockDraws:
             top_p=column([p.top_p for p in params], np.float32),
             min_p=column([p.min_p for p in params], np.float32),
             coupled=column([sampler.rule == "coupled" for sampler in samplers], np.int32),
+            params=tuple(params),
         )
 
 
@@ -55,8 +58,11 @@ class SampledBlock:
 
     tokens: Int32  # [R, G] target token ids, undefined past num_tokens
     num_tokens: Int32  # [R]
-    draft_probs: Float32  # [R, G, Vd] q_k; undefined at temperature 0 and past num_tokens
+    draft_probs: Float32 | None  # [R, G, Vd] q_k; undefined at temperature 0 and past num_tokens
     confidence_logits: Float32 | None  # [R, G]
+    distributions: tuple[tuple[Distribution | None, ...], ...] | None = (
+        None  # in place of draft_probs; None = arg-max
+    )
 
 
 @runtime_checkable
@@ -82,17 +88,46 @@ def drawn_block(
     if not isinstance(executor, SampledBlockExecutor) or any(item.sampler.alters(0) for item in inputs):
         return None
     drawn = executor.draft_sampled(batch, num_drafts=num_drafts, draws=BlockDraws.of(inputs))
-    distributions = tuple(
+    distributions = drawn.distributions or tuple(
         (None,) * int(count)
         if item.sampler.params.greedy
         else tuple(_distribution(row, draft_to_target) for row in probs[:count])
-        for item, probs, count in zip(inputs, drawn.draft_probs, drawn.num_tokens, strict=True)
+        for item, probs, count in zip(inputs, _given(drawn), drawn.num_tokens, strict=True)
     )
     return DraftBlock(
         tokens=drawn.tokens,
         num_tokens=drawn.num_tokens,
         distributions=distributions,
         confidence_logits=drawn.confidence_logits,
+    )
+
+
+def _given(drawn: SampledBlock) -> Float32:
+    assert drawn.draft_probs is not None, "an executor tells q in one of two forms"
+    return drawn.draft_probs
+
+
+def join_blocks(parts: Sequence[tuple[Sequence[int], DraftBlock]], num_sequences: int) -> DraftBlock:
+    """Put blocks of disjoint rows together; every row has one."""
+    width = parts[0][1].tokens.shape[1]
+    whole = DraftBlock.empty(num_sequences, width)
+    rated: Float32 | None = None
+    distributions: list[tuple[Distribution | None, ...]] = [()] * num_sequences
+    for rows, block in parts:
+        at = list(rows)
+        whole.tokens[at], whole.num_tokens[at] = block.tokens, block.num_tokens
+        if block.confidence_logits is not None:
+            rated = np.zeros((num_sequences, width), np.float32) if rated is None else rated
+            rated[at] = block.confidence_logits
+        for index, row in enumerate(at):
+            given = block.distributions
+            distributions[row] = (None,) * width if given is None else given[index]
+    one_hot = all(block.distributions is None for _, block in parts)
+    return DraftBlock(
+        tokens=whole.tokens,
+        num_tokens=whole.num_tokens,
+        distributions=None if one_hot else tuple(distributions),
+        confidence_logits=rated,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark.drafters.device_draws import drawn_block
+from dspark.drafters.device_draws import SampledBlockExecutor, drawn_block, join_blocks
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
 from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
 from dspark.errors import NonFiniteError, RequestError
@@ -87,8 +87,7 @@ class DSparkDrafter:
                 confidence_logits=greedy.confidence_logits,
             )
         else:
-            drawn = drawn_block(self.executor, active, batch, num_drafts, self.draft_to_target)
-            found = drawn or self._sample_block(active, batch, num_drafts)
+            found = self._sample(active, batch, num_drafts)
         found = _widened(found, self.block_size)
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
 
@@ -97,9 +96,7 @@ class DSparkDrafter:
         if isinstance(self.executor, TreeExecutor) and self.executor.makes_trees:
             tree = self.executor.draft_tree(batch, num_nodes=num_nodes, width=WIDTH, branch=BRANCH)
         else:
-            tree = grow_trees(
-                self.executor, batch, num_nodes=num_nodes, draft_to_target=self.draft_to_target
-            )
+            tree = grow_trees(self.executor, batch, num_nodes=num_nodes, draft_to_target=self.draft_to_target)
         tree = _wide_tree(tree, self.block_size)
         return DraftBlock(
             tokens=tree.tokens,
@@ -108,6 +105,24 @@ class DSparkDrafter:
             confidence_logits=None,
             tree=tree,
         )
+
+    def _sample(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:
+        """Draw where each sequence is drawn by itself: its drafts do not depend on what shares the batch."""
+        drawn = drawn_block(self.executor, inputs, batch, num_drafts, self.draft_to_target)
+        if drawn is not None:
+            return drawn
+        altered = np.array([item.sampler.alters(0) for item in inputs])
+        mixed = altered.any() and not altered.all()
+        if not mixed or not isinstance(self.executor, SampledBlockExecutor):
+            return self._sample_block(inputs, batch, num_drafts)
+        parts = []
+        for chosen in (~altered, altered):
+            rows = np.flatnonzero(chosen).tolist()
+            own = [inputs[row] for row in rows]
+            part = (own, _batch(own), num_drafts[rows])
+            block = drawn_block(self.executor, *part, self.draft_to_target) or self._sample_block(*part)
+            parts.append((rows, block))
+        return join_blocks(parts, len(inputs))
 
     def _sample_block(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:
         """Run the block pass and draw position after position over all sequences that still want one."""

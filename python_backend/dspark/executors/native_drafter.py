@@ -6,6 +6,8 @@ values of a running block go to slots of their own behind the pages, and are ove
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 from dspark_plugins.native.binding import (
@@ -23,6 +25,7 @@ from dspark_plugins.native.rope import RopeTable
 from dspark_plugins.native.threads import default_num_threads
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
+from dspark.drafters.device_draws import BlockDraws, SampledBlock
 from dspark.drafters.interface import DraftTree, GreedyBlock
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
@@ -36,8 +39,23 @@ from dspark.executors.native_target import (
 )
 from dspark.models.config import WeightSource
 from dspark.models.rope import inverse_frequencies
+from dspark.sampling.distribution import Distribution
+from dspark.sampling.transforms import scale_of
 
 __all__ = ["NativeBlockDrafter"]
+
+_SAMPLING = np.dtype(  # DSparkSampling of dspark_native.h
+    [
+        ("seed", np.int64),
+        ("top_p", np.float64),
+        ("scale", np.float32),
+        ("min_log", np.float32),
+        ("top_k", np.int32),
+        ("coupled", np.int32),
+        ("position", np.int32),
+        ("num_committed", np.int32),
+    ]
+)
 
 
 class NativeBlockDrafter:
@@ -76,6 +94,9 @@ class NativeBlockDrafter:
         self._draft_vocab_size = self.config.draft_vocab_size or self.config.vocab_size
         self._rope = RopeTable(*inverse_frequencies(decoder.rope, decoder.head_dim))
         self._scratch: Float32 = np.empty(0, np.float32)
+        self._draft_to_target = checkpoint.draft_to_target
+        self._probs = np.empty(0, np.float64)
+        self._entries: Int32 = np.empty(0, np.int32)
         self._target = target
         side_dtype = "bfloat16" if dtype == "int8" else dtype
         weights = checkpoint.weights
@@ -319,6 +340,67 @@ class NativeBlockDrafter:
             self._scratch = np.empty(size, np.float32)
         return self._scratch[:size].reshape(shape)
 
+    def draft_sampled(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> SampledBlock:
+        """Draft and draw whole blocks; `num_drafts` [R], each from 1 to G. q is float64, of the tokens that were kept.
+
+        Raises:
+            EngineError: a batch that does not fit itself, this drafter or its cache.
+        """
+        num_sequences, block_size, vocab = len(batch.anchors), self.config.block_size, self._draft_vocab_size
+        check_array("num_drafts", num_drafts, (num_sequences,))
+        if not num_sequences:
+            raise EngineError(f"anchors: got 0 blocks, allowed is 1 to {self.max_sequences} (max_sequences)")
+        check_range("num_drafts", num_drafts, 1, block_size)
+        steps = int(num_drafts.max())
+        size, shape = num_sequences * steps * vocab, (num_sequences, steps, vocab)
+        if self._probs.size < size:
+            self._probs, self._entries = np.empty(size), np.empty(size, np.int32)
+        probs, entries = self._probs[:size].reshape(shape), self._entries[:size].reshape(shape)
+        logits = self._scratch_logits(num_sequences, steps)
+        hidden = self._block(batch, steps, logits)
+        found, finite, rated, kept = self._head.sample(
+            batch.anchors,
+            hidden,
+            logits,
+            _samplings(draws, batch.anchor_positions),
+            probs,
+            entries,
+            with_confidence=self.config.enable_confidence_head,
+        )
+        if rated is not None:
+            finite &= np.isfinite(rated)
+        num_finite = np.where(finite.all(axis=1), steps, finite.argmin(axis=1))
+        num_tokens = np.minimum(num_finite, num_drafts).astype(np.int32)
+        room = ((0, 0), (0, block_size - steps))
+        return SampledBlock(
+            tokens=np.pad(found, room),
+            num_tokens=num_tokens,
+            draft_probs=None,
+            confidence_logits=None if rated is None else np.pad(rated, room),
+            distributions=tuple(
+                tuple(
+                    self._distribution(probs[i, k], entries[i, k], int(kept[i, k]))
+                    for k in range(num_tokens[i])
+                )
+                for i in range(num_sequences)
+            ),
+        )
+
+    def _distribution(
+        self, probs: npt.NDArray[np.float64], entries: Int32, count: int
+    ) -> Distribution | None:
+        """Return a copy of q of one draft, None for an arg-max."""
+        if not count:
+            return None
+        if count == self._draft_vocab_size:
+            return Distribution(self._draft_to_target, probs.copy())
+        ids = (
+            entries[:count].copy()
+            if self._draft_to_target is None
+            else self._draft_to_target[entries[:count]]
+        )
+        return Distribution(ids, probs[:count].copy())
+
     def _block(self, batch: DraftBatch, steps: int, logits: Float32) -> Float32:
         """Fill logits [R, steps, Vd] with U_k and return h_k [R, steps, d]."""
         self._check(batch)
@@ -425,3 +507,16 @@ class NativeBlockDrafter:
                 f"hidden: got {hidden.dtype} {list(hidden.shape)}, allowed is float32 {list(wanted)}"
             )
         return previous, np.ascontiguousarray(hidden)
+
+
+def _samplings(draws: BlockDraws, anchor_positions: Int32) -> npt.NDArray[np.void]:
+    """Return [R] of _SAMPLING."""
+    samplings = np.empty(len(anchor_positions), _SAMPLING)
+    params = draws.params
+    samplings["seed"] = draws.seeds
+    samplings["top_p"] = [p.top_p for p in params]
+    samplings["scale"] = [0.0 if p.greedy else scale_of(p.temperature) for p in params]
+    samplings["min_log"] = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+    samplings["top_k"], samplings["coupled"] = draws.top_k, draws.coupled
+    samplings["position"] = samplings["num_committed"] = anchor_positions + 1
+    return samplings

@@ -30,7 +30,7 @@ from dspark.sampling.history import TokenHistory
 from dspark.sampling.philox import Purpose, uniform_scalar
 from dspark.sampling.truncation import truncate
 
-__all__ = ["TokenSampler", "VerificationRule", "inverse_cdf"]
+__all__ = ["TokenSampler", "VerificationRule", "inverse_cdf", "scale_of"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -222,7 +222,7 @@ class TokenSampler:
         row = self._altered(logits, drafted, token_ids)
         scaled = row - _finite_max(row)
         with np.errstate(over="ignore"):  # what overflows is -inf: probability 0, as it would be anyway
-            scaled *= np.float32(min(1.0 / params.temperature, _STEEPEST))
+            scaled *= np.float32(scale_of(params.temperature))
         kept = truncate(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
         if kept is None:
             ids = token_ids
@@ -241,6 +241,11 @@ class _Row:
 
     token_ids: Int32 | None
     log_weights: Float32
+
+
+def scale_of(temperature: float) -> float:
+    """Return what logits are multiplied with at a temperature above 0."""
+    return min(1.0 / temperature, _STEEPEST)
 
 
 def inverse_cdf(weights: npt.NDArray[np.floating[Any]], u: float) -> int:
