@@ -244,7 +244,7 @@ def test_vllm_many_streams_at_once_keep_the_order_of_their_answers(server):
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, range(16)))
-    assert {text for _, text in answers} == {expected} and min(count for count, _ in answers) > 5
+    assert {text for _, text in answers} == {expected} and min(count for count, _ in answers) > 2
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -127,6 +127,24 @@ def test_a_joined_response_leaves_when_its_time_has_come():
     outbox.close()
 
 
+def test_what_has_piled_up_leaves_for_all_streams_at_one_time():
+    """Each waking of the server and of its clients costs a step that runs on the same cores."""
+    outbox = Outbox(engine_alive=lambda: True, responses_per_s=0.001)
+    both = [opened(outbox) for _ in range(2)]
+    for stream, sender in both:
+        stream.emit(out("a", 1))
+        until(lambda sender=sender: sender.sent)
+    for stream, _ in both:
+        stream.emit(out("b", 2))
+    assert len(outbox._queue) == 2 and len({due_s for due_s, _, _ in outbox._queue}) == 1
+    for stream, _ in both:
+        stream.emit(out("c", 3, finish_reason="stop"))
+    for _, sender in both:
+        until(lambda sender=sender: sender.finals)
+        assert [answer["text_output"] for answer in sender.sent] == [[b"a"], [b"bc"]]
+    outbox.close()
+
+
 def test_text_held_back_travels_with_what_completes_it(outbox):
     stream, sender = opened(outbox)
     stream.emit(out("", 1))

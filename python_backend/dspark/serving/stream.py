@@ -38,9 +38,10 @@ _NUMPY_TYPES: Final = {spec.name: spec.numpy_type for spec in OUTPUTS}
 # One is_cancelled costs 30-47 us; ten a second and stream is 0.5 ms a second, and a cancel is seen within
 # 0.1 s.
 _POLL_INTERVAL_S: Final = 0.1
-# A response costs about 0.3 ms of processor time in model and server together, which a CPU executor needs
-# itself. So many a second for each core bound that to an eighth of the machine; what is held up is joined.
-_RESPONSES_PER_CORE: Final = 400.0
+# A response costs about 0.3 ms of processor time in model, server and client together, which a CPU executor needs
+# itself: whatever runs beside a pass holds the whole pass up. So many a second for each core bound that to a fortieth
+# of the machine; what is held up is joined. Sixteen readers on two cores still see ten answers a second each.
+_RESPONSES_PER_CORE: Final = 75.0
 
 
 class ResponseSender(Protocol):
@@ -77,7 +78,7 @@ class ResponseStream:
         # Guarded by the outbox's lock.
         self._pending: list[RequestOutput] = []
         self._queued_for_s: float | None = None  # time of its entry in the outbox's queue
-        self._next_send_s = 0.0  # not before, unless it ends
+        self._unsent = True  # its first answer never waits
         self._ending = False  # its last output is in _pending or sent
         # Of the outbox thread alone.
         self._echoed = False
@@ -219,6 +220,8 @@ class Outbox:
         self._wake = threading.Condition()
         self._queue: list[tuple[float, int, ResponseStream]] = []  # heap: when to send, arrival, stream
         self._num_queued = 0
+        # When what has piled up is sent next, of all streams at once: one waking of everybody on the way, not one each.
+        self._burst_s = 0.0
         self._wakes_s = -math.inf  # when the thread will wake by itself; -inf while it is awake
         self._open: set[ResponseStream] = set()
         self._stopping = False
@@ -266,7 +269,7 @@ class Outbox:
             # Text that is held back (half a character, perhaps a stop word) travels with what completes it.
             if not (output.final or (stream.parsed.stream and output.text != "")):
                 return
-            due_s = -math.inf if output.final else stream._next_send_s
+            due_s = -math.inf if output.final or stream._unsent else self._burst_s
             if stream._queued_for_s is None or due_s < stream._queued_for_s:
                 self._num_queued += 1
                 heapq.heappush(self._queue, (due_s, self._num_queued, stream))
@@ -300,7 +303,9 @@ class Outbox:
                 due_s, _, stream = heapq.heappop(self._queue)
                 if stream._queued_for_s == due_s:  # else it went out earlier, by another entry
                     stream._queued_for_s = None
-                    stream._next_send_s = now_s + len(self._open) / self._responses_per_s
+                    stream._unsent = False
+                    if self._burst_s <= now_s:
+                        self._burst_s = now_s + len(self._open) / self._responses_per_s
                     return stream
             if self._stopping and not self._open:
                 return None
