@@ -180,7 +180,16 @@ def compile_units(
             str(target),
         ]
         running.append(
-            (target, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            (
+                target,
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    encoding="utf-8",  # a compiler's quotes; a served model's own encoding may be ASCII
+                    errors="replace",
+                ),
+            )
         )
     failures = []
     for target, process in running:
