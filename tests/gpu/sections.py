@@ -41,6 +41,7 @@ _NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+_DEVICE = "cuda"  # a test puts the CPU here
 _MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DRAFTER = Path(__file__).parents[2] / "model_repository" / "dspark" / "1" / "drafter"
 _PROMPTS = ([1, 4, 7, 9, 12], [3], [5, 6, 8] * 11, [2, 9])
@@ -244,7 +245,7 @@ def executor(results: Results, time_left: TimeLeft) -> None:
     from dspark.executors.torch_cuda import pair_on
     from dspark.executors.torch_target import TorchTarget
 
-    if not _MODEL.is_file():
+    if not _MODEL.exists():
         results.left_out.append(f"executor: {_MODEL.name} is not in models/ (make setup puts it there)")
         return
     checkpoint = load_target(_MODEL)
@@ -258,11 +259,11 @@ def executor(results: Results, time_left: TimeLeft) -> None:
     def by_graphs(graph_tokens: int, dtype: str) -> TargetExecutor:
         sizes = replace(shapes, graph_tokens=graph_tokens)
         return pair_on(
-            torch.device("cuda"), checkpoint, None, dtype=dtype, shapes=sizes, page_size=PAGE
+            torch.device(_DEVICE), checkpoint, None, dtype=dtype, shapes=sizes, page_size=PAGE
         ).target
 
     kinds: dict[str, Callable[[str], TargetExecutor]] = {
-        "plain": lambda dtype: plain("cuda", dtype),
+        "plain": lambda dtype: plain(_DEVICE, dtype),
         "operations, eager": lambda dtype: by_graphs(0, dtype),
         "operations, graphs": lambda dtype: by_graphs(64, dtype),
     }
@@ -284,12 +285,12 @@ def serving(results: Results, time_left: TimeLeft) -> None:
     """An engine over the shipped pair answers on this GPU, speculative as plain, and its rates."""
     from support.engines import answers, make_engine, make_request
 
-    if not _MODEL.is_file():
+    if not _MODEL.exists():
         results.left_out.append(f"serving: {_MODEL.name} is not in models/ (make setup puts it there)")
         return
     given: dict[str, Any] = {
         "dtype": "float32",
-        "device": "cuda",
+        "device": _DEVICE,
         "cache_bytes": 1 << 28,
         "max_context_len": 512,
     }
@@ -317,8 +318,10 @@ def serving(results: Results, time_left: TimeLeft) -> None:
 
 
 def engine(results: Results, time_left: TimeLeft) -> None:
-    """An engine of a tiny pair builds, loads and gives the torch executor's answers."""
+    """Engines of a tiny pair build, load and give the torch executor's answers, plain and speculative."""
     from dspark_build.cli import main
+    from dspark_build.engine_plan import check_architecture
+    from support.tiny_drafters import write_good_drafter
     from support.tiny_models import write_tiny_target
 
     if tensorrt_name() is None:
@@ -327,10 +330,6 @@ def engine(results: Results, time_left: TimeLeft) -> None:
     if time_left() < 60:
         results.left_out.append("engine: no time left")
         return
-    from dspark.executors.tensorrt_loading import engine_shapes, load_engine_pair
-    from dspark.executors.torch_target import TorchTarget
-    from dspark_build.engine_plan import check_architecture
-
     major, minor = torch.cuda.get_device_capability()
     try:
         check_architecture(10 * major + minor, "fp32")
@@ -339,25 +338,47 @@ def engine(results: Results, time_left: TimeLeft) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        write_tiny_target(home / "target")
-        limits = {"max-batch": 4, "max-tokens": 64, "max-pages": 16, "page-size": 16, "sm": f"{major}{minor}"}
+        write_tiny_target(home / "target", max_context_len=256, tie=True)
+        write_good_drafter(home / "drafter", home / "target", noise=0.1)
+        limits = {
+            "max-batch": 4,
+            "max-tokens": 64,
+            "max-pages": 18,
+            "page-size": PAGE,
+            "sm": f"{major}{minor}",
+        }
         words = [word for name, value in limits.items() for word in (f"--{name}", str(value))]
-        given = ["--target", str(home / "target"), "--out", str(home / "engine"), "--precision", "fp32"]
-        status = main(["engine", *given, *words])
+        pair = ["--target", str(home / "target"), "--drafter", str(home / "drafter")]
+        status = main(["engine", *pair, "--out", str(home / "engine"), "--precision", "fp32", *words])
         results.checks.append(Check("engine", "builds for this GPU", status == 0, f"status {status}"))
-        if status:
-            return
-        checkpoint = load_target(home / "target")
-        shapes = engine_shapes(
-            max_sequences=4, max_step_tokens=64, max_context_len=200, page_size=16, block_size=7
-        )
-        pair = load_engine_pair(home / "engine", target=checkpoint, drafter=None, page_size=16, shapes=shapes)
-        plain = TorchTarget(checkpoint.config, checkpoint.weights, dtype="float32")
-        mine, theirs = (greedy(target, _PROMPTS, num_tokens=16) for target in (pair.target, plain))
-        for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
-            told = f"{a} from the engine, {b} from torch on the CPU"
-            results.checks.append(Check("engine", f"greedy tokens of prompt {i}", a == b, told))
-        results.timings.append(Timing("engine", "tiny target, engine, fp32, 4 rows, whole pass", mine.step_s))
+        if not status:
+            _served(results, home, executor="tensorrt", engine=str(home / "engine"))
+
+
+def _served(results: Results, home: Path, **settings: Any) -> None:
+    """Compare the answers of engines over a pair in `home` with those of torch on the CPU."""
+    from support.engines import answers, make_engine, make_request
+
+    given: dict[str, Any] = {"page_size": PAGE, "max_batch_size": 4, "max_step_tokens": 64}
+    asked = [*({} for _ in _PROMPTS[:-1]), {"temperature": 0.8, "seed": 5}]
+    found: dict[tuple[str, str], list[list[int]]] = {}
+    for policy in ("none", "fixed:3"):
+        for where, more in (("here", settings), ("torch on the CPU", {})):
+            made = make_engine(home / "target", drafter=home / "drafter", policy=policy, **given | more)
+            requests = [
+                make_request(prompt, max_tokens=16, **params)
+                for prompt, params in zip(_PROMPTS, asked, strict=True)
+            ]
+            begin = time.perf_counter()
+            found[policy, where] = answers(made, requests)
+            seconds = (time.perf_counter() - begin) / sum(len(a) for a in found[policy, where])
+            if where == "here":
+                what = f"tiny pair, {settings.get('executor')}, policy {policy}, 4 requests, a token"
+                results.timings.append(Timing("engine", what, seconds))
+        mine, theirs = found[policy, "here"], found[policy, "torch on the CPU"]
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            told = f"{a} here, {b} from torch on the CPU"
+            results.checks.append(Check("engine", f"policy {policy}, answer {i}", a == b, told))
 
 
 SECTIONS: dict[str, Callable[[Results, TimeLeft], None]] = {

@@ -12,8 +12,10 @@ import torch
 from dspark.executors.torch_target import TorchTarget
 from dspark_build.kernel_report import loads_of
 from dspark_plugins.kernels.sets import ModelShape
-from support.tiny_models import DictWeights, random_weights, tiny_config
+from support.tiny_drafters import write_good_drafter
+from support.tiny_models import DictWeights, random_weights, tiny_config, write_tiny_target
 
+from gpu import sections
 from gpu.cases import awkward_cases, load_case, moved
 from gpu.check import NO_GPU, arguments
 from gpu.decode import greedy
@@ -107,3 +109,23 @@ def test_the_summary_tells_failures_shares_and_what_was_left_out() -> None:
     assert text.endswith("1 passed, 2 failed")
     told = json.loads(results.json())
     assert told["timings"][0]["share"] == pytest.approx(0.5) and len(told["checks"]) == 3
+
+
+def test_what_the_gpu_is_asked_for_runs_and_holds_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_target(tmp_path / "target", max_context_len=512)
+    write_good_drafter(tmp_path / "drafter", tmp_path / "target", noise=0.1)
+    for name, value in (
+        ("_DEVICE", "cpu"),
+        ("_MODEL", tmp_path / "target"),
+        ("_DRAFTER", tmp_path / "drafter"),
+    ):
+        monkeypatch.setattr(sections, name, value)
+    results = Results(machine={})
+    sections.executor(results, lambda: 100.0)
+    sections.serving(results, lambda: 100.0)
+    sections._served(results, tmp_path, executor="torch")
+    assert not [check for check in results.checks if not check.passed], results.text()
+    assert len(results.checks) == 3 * 4 + 1 + 2 * 4 and len(results.timings) == 3 + 2 + 2
+    assert not results.left_out

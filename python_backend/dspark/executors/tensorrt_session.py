@@ -50,7 +50,7 @@ class Session(Protocol):
         """
 
     def run(self, call: Call) -> None:
-        """Copy inputs from the host's side, run, copy the outputs asked for back, wait: the one wait of a step.
+        """Copy inputs from the host's side, run, copy the outputs asked for back, wait: the one wait of a call.
 
         Raises:
             EngineError: the device refuses.
