@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from dspark.config import ServeConfig
+from dspark.config import NUM_DRAFT_TOKENS, ServeConfig
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
 from dspark.engine.admission import EngineLimits
@@ -36,16 +36,23 @@ _LEAST_ROWS = 8  # a curve over fewer rows says nothing
 
 
 def fingerprint_of(
-    target: TargetExecutor, *, drafter: str, drafter_dtype: str = "auto", num_threads: int = 0
+    target: TargetExecutor,
+    *,
+    drafter: str,
+    drafter_dtype: str = "auto",
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_threads: int = 0,
 ) -> Fingerprint:
     """Return what a curve of this pair holds for.
 
     Arguments:
         drafter: name or folder.
-        drafter_dtype: the setting of this name.
+        drafter_dtype, num_draft_tokens: the settings of these names.
         num_threads: what was asked for, for an executor that does not tell; 0 = its own choice.
     """
     identity = drafter_identity(drafter)
+    if num_draft_tokens != NUM_DRAFT_TOKENS:
+        identity += f" of {num_draft_tokens}"
     return Fingerprint(
         machine=machine_name(),
         executor=target.name,
@@ -79,7 +86,11 @@ def starting_curve(
     if config.capacity == "none":
         return None
     expected = fingerprint_of(
-        target, drafter=spec, drafter_dtype=config.drafter_dtype, num_threads=config.num_threads
+        target,
+        drafter=spec,
+        drafter_dtype=config.drafter_dtype,
+        num_draft_tokens=config.num_draft_tokens,
+        num_threads=config.num_threads,
     )
     if config.capacity != "auto":
         path = Path(config.capacity).expanduser()

@@ -15,7 +15,14 @@ from typing import Literal
 from dspark.errors import ConfigError
 from dspark.scheduling.policy import POLICIES, parse_policy
 
-__all__ = ["ServeConfig", "drafter_dtype", "load_serve_config", "parse_bytes", "read_settings"]
+__all__ = [
+    "NUM_DRAFT_TOKENS",
+    "ServeConfig",
+    "drafter_dtype",
+    "load_serve_config",
+    "parse_bytes",
+    "read_settings",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 EXECUTOR_DTYPES = {  # of those that read checkpoints
@@ -24,6 +31,7 @@ EXECUTOR_DTYPES = {  # of those that read checkpoints
 }
 ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
 EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS, "tensorrt_llm")
+NUM_DRAFT_TOKENS = 5  # of a drafter that drafts token by token
 Rule = Literal["auto", "rejection", "coupled"]
 RULES: tuple[Rule, ...] = ("auto", "rejection", "coupled")
 
@@ -33,8 +41,10 @@ class ServeConfig:
     """What is served and with what limits.
 
     target: Hugging Face folder, `.gguf` file, or hub name.
-    drafter: `none`, `ngram`, a drafter folder, or `auto` (the folder `drafter/` beside model.yaml where it was
-        trained for this target, else `ngram`).
+    drafter: `none`, `ngram`, a drafter folder, folder or `.gguf` file of a smaller model with the target's tokenizer,
+        or `auto` (the folder `drafter/` beside model.yaml where it was trained for this target, else `ngram`).
+    num_draft_tokens: most drafts of one step by a drafter that makes them token by token (a smaller model). Others have
+        their block size in their checkpoint.
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
     draft_tree: most drafts of a tree, 0 = chains alone. A trained drafter then gives second and third choices beside
@@ -66,6 +76,7 @@ class ServeConfig:
 
     target: str = ""
     drafter: str = "auto"
+    num_draft_tokens: int = NUM_DRAFT_TOKENS
     prompt_lookup: bool = False
     draft_tree: int = 0
     dtype: str = "auto"
@@ -175,6 +186,7 @@ def _cache_bytes(value: object) -> int:
 _PARSERS: dict[str, Callable[[object], object]] = {
     "target": _text,
     "drafter": _text,
+    "num_draft_tokens": _whole(1, 64),
     "prompt_lookup": _boolean,
     "draft_tree": _whole(0, 64),
     "dtype": _one_of(*DTYPES),

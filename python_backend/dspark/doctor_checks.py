@@ -154,22 +154,20 @@ def _drafter(
     config: ServeConfig, target: TargetConfig, *, base: Path
 ) -> tuple[DecoderConfig | None, Finding]:
     """Return the drafter's decoder (None where it has no cache), and whether it fits the target."""
-    from dspark.drafters.checkpoint import load_drafter_checkpoint
     from dspark.drafters.loading import peek_drafter
     from dspark.runtime import resolve_drafter
 
     spec = resolve_drafter(config.drafter, base=base, target_hash=target.model_hash)
     why = f" (of {config.drafter})" if spec != config.drafter else ""
     try:
-        outline = peek_drafter(spec, target)
-        decoder = (
-            None if spec in ("none", "ngram") else load_drafter_checkpoint(spec, target=target).config.decoder
-        )
+        outline = peek_drafter(spec, target, num_draft_tokens=config.num_draft_tokens)
     except DSparkError as error:
         return None, Finding("drafter", f"{spec}{why} does not fit: {error}", bad=True)
     confidence = ", with confidence head" if outline.has_confidence else ""
     drafts = f"{outline.block_size} tokens a block{confidence}" if outline.block_size else "never drafts"
-    return decoder, Finding("drafter", f"{spec}{why}: fits the target, {drafts}; policy {config.policy}")
+    return outline.decoder, Finding(
+        "drafter", f"{spec}{why}: fits the target, {drafts}; policy {config.policy}"
+    )
 
 
 def _memory(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.config import DTYPES, EXECUTORS, load_serve_config
+from dspark.config import DTYPES, EXECUTORS, NUM_DRAFT_TOKENS, load_serve_config
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, DSparkError, RequestError
 from dspark.request import SAMPLING_FIELDS, Request, RequestOutput, SamplingParams, SpecMetrics, StepRecord
@@ -101,7 +101,15 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Generate with speculative decoding, without a server."
     parser.add_argument("--target", required=True, help="Hugging Face folder, .gguf file, or hub name")
     parser.add_argument(
-        "--drafter", default="ngram", help="drafter folder, 'ngram' or 'none' (default: %(default)s)"
+        "--drafter",
+        default="ngram",
+        help="drafter folder, folder or .gguf file of a smaller model, 'ngram' or 'none' (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        help=f"drafts of one step by a smaller model (default: {NUM_DRAFT_TOKENS})",
     )
     parser.add_argument(
         "--prompt-lookup",
@@ -172,6 +180,7 @@ def run_generate(args: argparse.Namespace) -> int:
         overrides={
             "target": args.target,
             "drafter": args.drafter,
+            "num_draft_tokens": args.num_draft_tokens,
             "prompt_lookup": args.prompt_lookup,
             "draft_tree": args.draft_tree,
             "dtype": args.dtype,

@@ -139,7 +139,12 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     spec = resolve_drafter(
         config.drafter, base=base, target_hash=checkpoint.config.model_hash, progress=progress
     )
-    outline = peek_drafter(spec, checkpoint.config)
+    outline = peek_drafter(
+        spec,
+        checkpoint.config,
+        tokenizer=checkpoint.tokenizer,
+        num_draft_tokens=config.num_draft_tokens,
+    )
     pair = load_pair(checkpoint, spec=spec, outline=outline, config=config, base=base)
     target, drafter = pair.target, pair.drafter
     for notice in _notices(config, target):

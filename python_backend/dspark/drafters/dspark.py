@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dspark.drafters.device_draws import SampledBlockExecutor, drawn_block, join_blocks
+from dspark.drafters.drawing import best_tokens, draw_draft
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
 from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
-from dspark.errors import NonFiniteError, RequestError
 from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.transforms import TokenSampler
@@ -153,11 +153,17 @@ class DSparkDrafter:
                 has_confidence = True
                 rated[alive, k] = confidence
                 ok = np.isfinite(confidence)
-            best = self._best(logits)
+            best = best_tokens(logits, self.draft_to_target)
             for at, row in enumerate(alive):
                 pick = None
                 if ok[at]:
-                    pick = self._draw(inputs[row], logits[at], int(best[at]), tokens[row, :k].tolist())
+                    pick = draw_draft(
+                        inputs[row],
+                        logits[at],
+                        best=int(best[at]),
+                        drafted=tokens[row, :k].tolist(),
+                        draft_to_target=self.draft_to_target,
+                    )
                 if pick is None:
                     ok[at] = False
                     continue
@@ -173,31 +179,6 @@ class DSparkDrafter:
             distributions=None if one_hot else tuple(tuple(row) for row in drawn),
             confidence_logits=rated if has_confidence else None,
         )
-
-    def _best(self, logits: Float32) -> Int32:
-        """Return the arg-max token id of each row [R], -1 where the row is not finite."""
-        best = logits.argmax(axis=-1)  # NaN counts as the largest
-        finite = np.isfinite(logits[np.arange(len(logits)), best])
-        token_ids = best if self.draft_to_target is None else self.draft_to_target[best]
-        return np.where(finite, token_ids, -1).astype(np.int32)
-
-    def _draw(
-        self, item: DraftInput, logits: Float32, best: int, drafted: list[int]
-    ) -> tuple[int, Distribution | None] | None:
-        """Return the draft of one row and its q (None = one-hot), or None where the row allows no token."""
-        if best < 0:
-            return None
-        sampler, token_ids = item.sampler, self.draft_to_target
-        try:
-            if sampler.params.greedy:
-                token = sampler.greedy_token(logits, drafted=drafted, token_ids=token_ids, argmax=best)
-                return token, None
-            distribution = sampler.distribution(logits, drafted=drafted, token_ids=token_ids)
-        except (NonFiniteError, RequestError):
-            # A reduced vocabulary may hold no token that the request allows; the target will find one.
-            return None
-        position = len(item.token_ids) + len(drafted)
-        return sampler.draw(distribution, position=position, purpose="draft"), distribution
 
 
 def _plain_greedy(sampler: TokenSampler) -> bool:

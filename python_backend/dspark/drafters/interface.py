@@ -25,6 +25,7 @@ __all__ = [
     "DraftBlock",
     "DraftInput",
     "DraftTree",
+    "DraftWriter",
     "Drafter",
     "GreedyBlock",
     "GreedyBlockExecutor",
@@ -125,6 +126,13 @@ class Drafter(Protocol):
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence that ended. Preempted ones are kept; an id never seen is no error."""
+
+
+@runtime_checkable
+class DraftWriter(Protocol):
+    """What a drafter says beside `Drafter` that writes rows of its drafts to the sequence's pages."""
+
+    writes_drafts: bool  # True: pages for `max_drafts` drafts are held when it is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,35 @@
-"""From the name a user gives to a drafter: `none`, `ngram`, or the folder of a checkpoint."""
+"""From the name a user gives to a drafter: `none`, `ngram`, the folder of a checkpoint, or a smaller model."""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from dspark.config import drafter_dtype
+from dspark.config import NUM_DRAFT_TOKENS, drafter_dtype
+from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import load_drafter_checkpoint
+from dspark.drafters.draft_model import load_draft_checkpoint
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.interface import Drafter
+from dspark.drafters.kinds import DrafterKind, drafter_kind
 from dspark.drafters.ngram import NgramDrafter
 from dspark.drafters.none import NoneDrafter
 from dspark.errors import ConfigError
 from dspark.executors.interface import BlockDrafterExecutor, TargetExecutor
-from dspark.models.config import TargetConfig
+from dspark.models.config import DecoderConfig, TargetConfig
+from dspark.models.tokenizer import Tokenizer
 
 __all__ = ["DrafterOutline", "ExecutorName", "load_drafter", "peek_drafter"]
 
 ExecutorName = Literal["auto", "torch", "native"]
-_EXECUTORS = {
+_Classes = dict[str, tuple[str, str]]  # by executor: module, class
+_BLOCK_EXECUTORS: _Classes = {
     "native": ("dspark.executors.native_drafter", "NativeBlockDrafter"),
     "torch": ("dspark.executors.torch_drafter", "TorchBlockDrafter"),
+}
+_MODEL_EXECUTORS: _Classes = {
+    "native": ("dspark.executors.native_target", "NativeTarget"),
+    "torch": ("dspark.executors.torch_target", "TorchTarget"),
 }
 
 
@@ -31,20 +39,38 @@ class DrafterOutline(NamedTuple):
     feature_layer_ids: tuple[int, ...]  # -1 = the embedding output
     block_size: int  # G, 0 = never drafts
     has_confidence: bool = False
+    kind: DrafterKind = "none"
+    decoder: DecoderConfig | None = None  # whose K/V it caches
 
 
-def peek_drafter(spec: str, target: TargetConfig) -> DrafterOutline:
+def peek_drafter(
+    spec: str,
+    target: TargetConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+) -> DrafterOutline:
     """Check a drafter against the target and say which features it wants, without loading weights.
 
+    Arguments:
+        tokenizer: the target's, which a draft model's must equal; None where there is none.
+        num_draft_tokens: G of drafters that draft token by token.
+
     Raises:
-        ConfigError: not `none`, `ngram` or a folder.
-        CheckpointError: a folder that cannot be served with this target.
+        ConfigError: not `none`, `ngram`, a folder or a model's file.
+        CheckpointError: one that cannot be served with this target.
     """
-    builtin = _builtin(spec)
+    kind = drafter_kind(spec)
+    builtin = _builtin(kind)
     if builtin is not None:
-        return DrafterOutline(builtin.feature_layer_ids, builtin.block_size)
+        return DrafterOutline(builtin.feature_layer_ids, builtin.block_size, kind=kind)
+    if kind == "draft_model":
+        model = load_draft_checkpoint(spec, target=target, tokenizer=tokenizer).config
+        return DrafterOutline((), num_draft_tokens, kind=kind, decoder=model.decoder)
     config = load_drafter_checkpoint(spec, target=target).config
-    return DrafterOutline(config.target_layer_ids, config.block_size, config.enable_confidence_head)
+    return DrafterOutline(
+        config.target_layer_ids, config.block_size, config.enable_confidence_head, kind, config.decoder
+    )
 
 
 def load_drafter(
@@ -55,35 +81,46 @@ def load_drafter(
     executor: ExecutorName = "auto",
     dtype: str = "float32",
     device: str = "cpu",
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> Drafter:
     """Build a drafter.
 
     Arguments:
-        spec: `none`, `ngram`, or the folder of a checkpoint.
+        spec: `none`, `ngram`, the folder of a checkpoint, or folder or .gguf file of a smaller model.
         target: the target's configuration.
         target_executor: gives embedding and LM head where the checkpoint has none of its own.
         executor: what runs a checkpoint; auto takes the native one where it can be loaded, else torch.
         dtype: of a checkpoint's weights; auto as the setting drafter_dtype has it.
         device: of a checkpoint's weights; the native executor runs on the CPU only.
+        num_draft_tokens: as for `peek_drafter`.
 
     Raises:
         ConfigError: not a drafter, an unknown executor, or one that cannot be loaded.
         CheckpointError: a folder that cannot be served with this target.
     """
-    builtin = _builtin(spec)
+    kind = drafter_kind(spec)
+    builtin = _builtin(kind)
     if builtin is not None:
         return builtin
+    if kind == "draft_model":
+        return _draft_model(
+            spec,
+            target=target,
+            target_executor=target_executor,
+            executor=executor,
+            dtype=dtype,
+            device=device,
+            block_size=num_draft_tokens,
+        )
     checkpoint = load_drafter_checkpoint(spec, target=target)
     if target_executor.feature_layer_ids != checkpoint.config.target_layer_ids:
         raise ConfigError(
             f"feature_layer_ids: the drafter reads target layers {checkpoint.config.target_layer_ids}, "
             f"the target executor was made for {target_executor.feature_layer_ids}"
         )
-    build = _executor_class(executor, device)
+    build = _executor_class(executor, device, _BLOCK_EXECUTORS)
     native = build.__name__ == "NativeBlockDrafter"
-    if dtype == "auto":
-        name = "native" if native else "torch"
-        dtype = drafter_dtype(dtype, executor=name, target_dtype=target_executor.dtype)
+    dtype = _dtype(dtype, native=native, target_executor=target_executor)
     options: dict[str, Any] = {} if native else {"device": device}
     if native and target_executor.name == "native":
         options["target"] = target_executor  # its packed embedding and head are shared, its threads too
@@ -93,20 +130,53 @@ def load_drafter(
     return DSparkDrafter(cast(BlockDrafterExecutor, block_executor), checkpoint.draft_to_target)
 
 
-def _builtin(spec: str) -> Drafter | None:
-    """Return the drafter of a reserved name, None for an existing folder."""
-    if spec == "none":
+def _draft_model(
+    spec: str,
+    *,
+    target: TargetConfig,
+    target_executor: TargetExecutor,
+    executor: ExecutorName,
+    dtype: str,
+    device: str,
+    block_size: int,
+) -> AutoregressiveDrafter:
+    """Build a drafter whose runner is a smaller model in an executor of its own."""
+    checkpoint = load_draft_checkpoint(spec, target=target)
+    build = _executor_class(executor, device, _MODEL_EXECUTORS)
+    native = build.__name__ == "NativeTarget"
+    runner = build(
+        checkpoint.config,
+        checkpoint.weights,
+        dtype=_dtype(dtype, native=native, target_executor=target_executor),
+        num_threads=getattr(target_executor, "num_threads", None) if native else None,
+        **({} if native else {"device": device}),
+    )
+    return AutoregressiveDrafter(
+        runner,
+        name="draft_model",
+        block_size=block_size,
+        max_context_len=checkpoint.config.max_context_len,
+    )
+
+
+def _dtype(wanted: str, *, native: bool, target_executor: TargetExecutor) -> str:
+    """Return the type of a drafter's weights; a target is asked for its own only where that is left open."""
+    if wanted != "auto":
+        return wanted
+    name = "native" if native else "torch"
+    return drafter_dtype(wanted, executor=name, target_dtype=target_executor.dtype)
+
+
+def _builtin(kind: DrafterKind) -> Drafter | None:
+    """Return the drafter of a reserved name, None for the others."""
+    if kind == "none":
         return NoneDrafter()
-    if spec == "ngram":
-        return NgramDrafter()
-    if not spec or not Path(spec).is_dir():
-        raise ConfigError(f"drafter: must be none, ngram or the folder of a checkpoint, got {spec!r}")
-    return None
+    return NgramDrafter() if kind == "ngram" else None
 
 
-def _executor_class(name: ExecutorName, device: str) -> type[Any]:
+def _executor_class(name: ExecutorName, device: str, classes: _Classes) -> type[Any]:
     """Import one executor, and with it torch or the native library only where it is used."""
-    if name not in ("auto", *_EXECUTORS):
+    if name not in ("auto", *classes):
         raise ConfigError(f"executor: must be auto, native or torch, got {name!r}")
     if name == "native" and device != "cpu":
         raise ConfigError(f"device: the native executor runs on cpu, got {device!r}")
@@ -115,7 +185,7 @@ def _executor_class(name: ExecutorName, device: str) -> type[Any]:
         wanted = ("native", "torch") if device == "cpu" else ("torch",)
     failures = []
     for candidate in wanted:
-        module, class_name = _EXECUTORS[candidate]
+        module, class_name = classes[candidate]
         try:
             return cast(type[Any], getattr(importlib.import_module(module), class_name))
         except (ImportError, OSError) as error:

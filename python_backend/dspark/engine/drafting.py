@@ -12,7 +12,7 @@ from collections import abc
 import numpy as np
 
 from dspark.calibration.tree import RATED, TreeRater
-from dspark.drafters.interface import DraftBlock, Drafter, DraftInput
+from dspark.drafters.interface import DraftBlock, Drafter, DraftInput, DraftWriter
 from dspark.engine.batching import Batcher, StepPlan
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
@@ -54,6 +54,7 @@ class DraftStage:
         # A policy that never drafts spares the drafter's context as well.
         self.enabled = drafter.block_size > 0 and scheduler.policy != "none"
         self._feeds_context = self.enabled and bool(drafter.feature_layer_ids)
+        self._writes_drafts = isinstance(drafter, DraftWriter) and drafter.writes_drafts
         self._rater = TreeRater()
 
     def root_of(self, *, drafts: bool) -> int:
@@ -73,14 +74,7 @@ class DraftStage:
         if not wanted.any():
             return empty
         inputs = [
-            DraftInput(
-                sequence_id=s.sequence_id,
-                token_ids=s.token_ids,
-                max_drafts=int(min(want, cap)),
-                sampler=s.sampler,
-                pages=s.pages,
-            )
-            for s, want, cap in zip(sequences, wanted, caps, strict=True)
+            self._input(s, int(min(want, cap))) for s, want, cap in zip(sequences, wanted, caps, strict=True)
         ]
         try:
             block = self._drafter.propose(inputs)
@@ -88,6 +82,18 @@ class DraftStage:
         except Exception:  # drafts are optional: the target alone still gives the right answer
             self._count_fault()
             return empty
+
+    def _input(self, sequence: Sequence, num_drafts: int) -> DraftInput:
+        """Return what the drafter is asked for; pages for the drafts are held where it writes to them."""
+        if num_drafts and self._writes_drafts:
+            num_drafts = self._batcher.room_for_drafts(sequence, num_drafts)
+        return DraftInput(
+            sequence_id=sequence.sequence_id,
+            token_ids=sequence.token_ids,
+            max_drafts=num_drafts,
+            sampler=sequence.sampler,
+            pages=sequence.pages,
+        )
 
     def schedule(self, plan: StepPlan, block: DraftBlock) -> Int32:
         """Return how many drafts of each decoding sequence are verified [R]; pages for them are held."""

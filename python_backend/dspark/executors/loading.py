@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -44,21 +45,22 @@ def load_pair(
         CheckpointError: an engine that cannot be used, or is of another pair.
     """
     device = chosen_device(config.executor, config.device)
+    load = partial(load_drafter, spec, target=checkpoint.config, num_draft_tokens=config.num_draft_tokens)
     if config.executor in ENGINE_EXECUTORS:
         from dspark.executors.tensorrt_settings import load_served_engine
 
         (engine, drafter), longest = load_served_engine(
             config, checkpoint, spec=spec, outline=outline, base=base
         )
-        # A builtin drafter has nothing that an engine could run.
-        used = drafter or load_drafter(spec, target=checkpoint.config, target_executor=engine)
+        # A builtin drafter has nothing that an engine could run, a draft model brings an executor of its own.
+        used = drafter or load(target_executor=engine, dtype=config.drafter_dtype, device=device)
         return LoadedPair(engine, used, longest)
     if device != "cpu":
         from dspark.executors.torch_cuda import load_pair_on
 
         on_gpu, drafts = load_pair_on(device, checkpoint, spec=spec, outline=outline, config=config)
-        builtin = drafts or load_drafter(spec, target=checkpoint.config, target_executor=on_gpu)
-        return LoadedPair(on_gpu, builtin, checkpoint.config.max_context_len)
+        others = drafts or load(target_executor=on_gpu, dtype=config.drafter_dtype, device=device)
+        return LoadedPair(on_gpu, others, checkpoint.config.max_context_len)
     executor = choose_executor(config.executor)
     if config.drafter_dtype not in EXECUTOR_DTYPES[executor]:
         raise ConfigError(
@@ -72,9 +74,7 @@ def load_pair(
         layer_ids=outline.feature_layer_ids,
         config=config,
     )
-    loaded = load_drafter(
-        spec, target=checkpoint.config, target_executor=target, executor=executor, dtype=config.drafter_dtype
-    )
+    loaded = load(target_executor=target, executor=executor, dtype=config.drafter_dtype)
     return LoadedPair(target, loaded, checkpoint.config.max_context_len)
 
 

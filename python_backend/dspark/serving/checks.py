@@ -47,7 +47,8 @@ def _problems(config: ServeConfig, *, given: set[str], base: Path) -> Iterator[s
             "(`make setup` fetches the demo model)"
         )
     drafter = Path(config.drafter).expanduser()
-    if config.drafter not in ("auto", "none", "ngram") and not (drafter / "config.json").is_file():
+    found = drafter.suffix == ".gguf" if drafter.is_file() else (drafter / "config.json").is_file()
+    if config.drafter not in ("auto", "none", "ngram") and not found:
         where = "has no config.json" if drafter.is_dir() else "is no folder"
         yield (
             f"drafter: got {config.drafter}, which {where}; allowed is auto, none, ngram or a drafter's folder"
