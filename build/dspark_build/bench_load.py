@@ -117,7 +117,8 @@ def run_bench_load(args: argparse.Namespace) -> int:
     print(table(turns))
     if peer is not None:
         for name, rate in peer.items():
-            print(f"transformers, {name}, 1 request: {rate:.1f} tokens/s")
+            print(f"transformers, {name}, one request after the other: {rate:.1f} tokens/s")
+        print(over_peer(turns, max(peer.values())))
     _draw(turns, args.out.with_suffix(".png"))
     return 0
 
@@ -215,16 +216,29 @@ def _requests(
 def table(turns: Sequence[Turn]) -> str:
     """Return medians in tokens/s, a row for each load, with what `auto` makes of the best and of none."""
     policies = list(dict.fromkeys(turn.policy for turn in turns))
-    lines = [" load " + "".join(f"{policy:>10}" for policy in policies) + "  auto/best fixed  auto/none"]
+    lines = [
+        " load " + "".join(f"{policy:>10}" for policy in policies) + "  auto/best fixed  auto/none"
+        "  of auto's step: policy  foreseen within"
+    ]
     for load in sorted({turn.load for turn in turns}):
         rates = {policy: median_rate(turns, load, policy) for policy in policies}
         fixed = [rate for policy, rate in rates.items() if policy != "auto"]
         line = f"{load:5d} " + "".join(f"{rates[policy]:10.1f}" for policy in policies)
         if "auto" in rates and fixed:
             line += f"{rates['auto'] / max(fixed):17.3f}"
-            line += f"{rates['auto'] / rates['none']:11.3f}" if "none" in rates else ""
+            line += f"{rates['auto'] / rates['none']:11.3f}" if "none" in rates else " " * 11
+            mine = [turn for turn in turns if turn.load == load and turn.policy == "auto"]
+            share = statistics.median(turn.scheduler_s / turn.step_s for turn in mine)
+            line += f"{share:24.2%}{statistics.median(turn.cost_model_error for turn in mine):17.1%}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def over_peer(turns: Sequence[Turn], rate: float) -> str:
+    """Return how many times the peer's tokens/s `auto` serves under each load."""
+    loads = sorted({turn.load for turn in turns if turn.policy == "auto"})
+    ratios = (f"{load}: {median_rate(turns, load, 'auto') / rate:.1f}" for load in loads)
+    return "auto over the best of them, times, by load: " + ", ".join(ratios)
 
 
 def median_rate(turns: Sequence[Turn], load: int, policy: str) -> float:
@@ -236,7 +250,10 @@ def median_rate(turns: Sequence[Turn], load: int, policy: str) -> float:
 def _peer(
     args: argparse.Namespace, pair: BenchPair, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, float] | None:
-    """Return tokens/s of Hugging Face transformers at one request, plain and with prompt look-up."""
+    """Return tokens/s of Hugging Face transformers: plain, with prompt look-up, and with assisted generation.
+
+    The latter two take one request at a time, so N of them one after the other are served at the rate of one.
+    """
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -249,7 +266,13 @@ def _peer(
     dtype = torch.bfloat16 if pair.target.dtype == "bfloat16" else torch.float32
     options: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     model = AutoModelForCausalLM.from_pretrained(path.parent if options else path, dtype=dtype, **options)
-    modes: dict[str, dict[str, Any]] = {"plain": {}, "prompt look-up": {"prompt_lookup_num_tokens": 10}}
+    modes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt look-up": {"prompt_lookup_num_tokens": 10},
+        "assisted by its own first layers": {
+            "assistant_early_exit": max(pair.target.config.decoder.num_layers // 4, 1)
+        },
+    }
     rates: dict[str, list[float]] = {name: [] for name in modes}
     for number in range(args.rounds):
         for name, mode in modes.items():

@@ -7,7 +7,7 @@ import pytest
 from dspark.errors import DSparkError
 from dspark_build.bench import SECTIONS, main, ratios
 from dspark_build.bench_lines import Line, median, spread, table
-from dspark_build.bench_load import Turn, median_rate
+from dspark_build.bench_load import Turn, median_rate, over_peer
 from dspark_build.bench_load import table as load_table
 from dspark_build.bench_memory import MemoryReport, num_weights, short_prompts
 from dspark_build.bench_native import CONTEXT, PAGE_SIZE, pass_over, verdicts
@@ -112,6 +112,7 @@ def _turn(load: int, policy: str, rate: float, number: int = 0) -> Turn:
         step_s=0.01,
         cost_model_error=0.0,
         calibration_ece=0.0,
+        scheduler_s=0.0001,
     )
 
 
@@ -120,7 +121,8 @@ def test_auto_is_held_against_the_best_of_the_others_and_against_none():
     random.Random(0).shuffle(turns)
     last = load_table(turns).splitlines()[-1].split()
     assert last[0] == "4"
-    assert last[-2:] == ["0.950", "1.900"]
+    assert last[-4:] == ["0.950", "1.900", "1.00%", "0.0%"]
+    assert over_peer(turns, 2.0).endswith("4: 9.5")
 
 
 def test_a_policy_counts_with_the_median_of_its_turns():

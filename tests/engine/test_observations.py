@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dspark.engine.engine import Engine
-from dspark.scheduling.interface import StepObservation
+from dspark.scheduling.interface import COUPLED, GREEDY, REJECTION, StepObservation
 from support.engines import make_engine, make_request, run
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
@@ -124,3 +124,13 @@ def test_the_scheduler_forgets_a_sequence_after_its_last_step(target: Path) -> N
     for _ in range(5):
         run(engine, [make_request(prompt) for prompt in PROMPTS])
     assert len(engine.scheduler._rows) == 0  # type: ignore[attr-defined]
+
+
+def test_how_drafts_are_judged_is_told_with_what_became_of_them(target: Path, drafter: str) -> None:
+    engine = make_engine(target, drafter=drafter, policy="fixed:2")
+    seen = watched(engine, most=2)
+    wanted = {(0.0, None): GREEDY, (1.0, None): REJECTION, (1.0, 7): COUPLED}
+    for (temperature, seed), kind in wanted.items():
+        seen.clear()
+        run(engine, [make_request(PROMPTS[0], max_tokens=8, temperature=temperature, seed=seed)])
+        assert seen and all(step.sampled.tolist() == [kind] for step in seen)

@@ -13,6 +13,7 @@ from dspark.calibration.files import load_calibrator, save_calibrator
 from dspark.calibration.online import OnlineCalibrator
 from dspark.calibration.sts import ece
 from dspark.errors import ConfigError
+from dspark.scheduling.interface import COUPLED, GREEDY, REJECTION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.traffic import Kind, draw_blocks
@@ -65,6 +66,52 @@ def test_a_wrong_offline_fit_is_put_right(temperature: float, sampled: bool) -> 
     serve(calibrator, CODE, 1000, seed=1)
     assert before > 0.04
     assert error(calibrator, CODE, sampled=sampled) < 0.02
+
+
+def test_coupled_and_rejection_traffic_are_calibrated_apart() -> None:
+    """The same drafts, and so the same confidences, accepted less often under one rule than under the other."""
+    calibrator = OnlineCalibrator(block_size=G)
+    rng, at = np.random.default_rng(5), np.arange(G)
+    kinds = np.array([REJECTION, COUPLED] * 4, np.int8)
+    usable = np.ones(8, np.bool_)
+
+    def truth_of(truth: npt.NDArray[np.float64], sampled: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
+        return np.where(sampled[:, None] == COUPLED, truth / (2.0 - truth), truth)  # (1 - TV) / (1 + TV)
+
+    for _ in range(1000):
+        blocks = draw_blocks(rng, CODE, 8, G)
+        truth = truth_of(blocks.truth, kinds)
+        accepted = np.logical_and.accumulate(rng.random((8, G)) < truth, axis=1).sum(axis=1)[:, None]
+        labels = np.where(at < accepted, 1.0, np.where(at == accepted, 0.0, np.nan))
+        calibrator.observe(blocks.logits, labels, sampled=kinds, usable=usable)
+    again = OnlineCalibrator.restore(json.loads(json.dumps(calibrator.state())), block_size=G)
+    held_out = draw_blocks(np.random.default_rng(98), CODE, 20_000, G)
+    for kind in (REJECTION, COUPLED):
+        sampled = np.full(20_000, kind, np.int8)
+        for each in (calibrator, again):
+            forecast = each.confidence(held_out.logits, sampled=sampled)
+            assert ece(forecast.ravel(), truth_of(held_out.truth, sampled).ravel()) < 0.02
+
+
+def test_one_block_in_plain_numbers_is_rated_as_in_arrays() -> None:
+    calibrator = OnlineCalibrator(block_size=G, temperatures=[0.5 + 0.3 * k for k in range(G)])
+    serve(calibrator, CODE, 200, seed=11)
+    logits = np.array([[3.0, -2.0, 0.1, 90.0, -90.0, np.inf, 1.0]], np.float32)
+    for kind in (GREEDY, REJECTION, COUPLED):
+        expected = calibrator.confidence(logits, sampled=np.array([kind], np.int8))[0]
+        assert calibrator.confidence_of_one(logits[0].tolist(), sampled=kind) == pytest.approx(expected[:5])
+        assert np.isnan(expected[5])
+
+
+def test_a_state_of_before_coupled_traffic_had_its_own_is_taken() -> None:
+    calibrator = OnlineCalibrator(block_size=G)
+    serve(calibrator, CODE, 100, seed=12)
+    state = calibrator.state()
+    del state["modes"]["coupled"]
+    state["common"] = state["common"][:2]
+    again = OnlineCalibrator.restore(state, block_size=G)
+    assert np.allclose(again.parameters(sampled=GREEDY), calibrator.parameters(sampled=GREEDY))
+    assert np.allclose(again.parameters(sampled=COUPLED), (1.0, 1.0, 0.0))
 
 
 def test_a_change_of_traffic_is_noticed_and_followed() -> None:

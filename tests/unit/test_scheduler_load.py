@@ -430,3 +430,72 @@ def test_confidence_logits_far_from_zero_are_confidences_of_0_and_1() -> None:
     assert confidence is not None and confidence[0].tolist() == [1.0, 0.0, 0.5, 0.5]
     scheduler = make_scheduler("prefix", block_size=4, has_confidence=True, cost_model=CostModel(curve(free)))
     assert serve_step(scheduler, logits[0].tolist(), cap=4) == (4, 1)
+
+
+def serve_two(scheduler: Scheduler, steps: int, *, repeats: bool) -> list[int]:
+    """Serve two sequences, one of them looked up where `repeats`; return how often each was asked for drafts."""
+    ids, no = np.arange(2), np.zeros(2, np.bool_)
+    asked = [0, 0]
+    for _ in range(steps):
+        caps = np.full(2, G, np.int32)
+        wanted = scheduler.draft_len(sequence_ids=ids, caps=caps, prefill_tokens=0)
+        asked = [before + int(num > 0) for before, num in zip(asked, wanted, strict=True)]
+        if not wanted.any():
+            verify_len, logits = np.zeros(2, np.int32), None
+        else:
+            logits = np.array([[np.nan if repeats else -4.0] * G, [-4.0] * G], np.float32)
+            verify_len = scheduler.verify_len(
+                sequence_ids=ids,
+                confidence_logits=logits,
+                num_drafts=wanted,
+                sampled=no,
+                altered=no,
+                prefill_tokens=0,
+            )
+        num_blocks = int(np.count_nonzero(wanted[1 if repeats else 0 :]))
+        rows = 2 + int(verify_len.sum())
+        scheduler.observe(
+            StepObservation(
+                sequence_ids=ids,
+                num_drafts=wanted,
+                verify_len=verify_len,
+                accepted=np.array([verify_len[0] if repeats else 0, 0], np.int32),
+                sampled=no,
+                altered=no,
+                target_tokens=rows,
+                verify_s=verify_s(rows),
+                confidence_logits=logits,
+                num_blocks=num_blocks,
+                draft_s=dear(num_blocks) if num_blocks else 0.0,
+            )
+        )
+    return asked
+
+
+def test_what_is_looked_up_is_not_charged_for_the_drafter() -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)))
+    asked = serve_two(scheduler, 200, repeats=True)
+    assert asked[0] >= 199 and asked[1] < 40  # drafting pays for neither; looking up costs nothing
+    again = serve_two(scheduler, 200, repeats=False)
+    assert again[0] < 40, "a sequence that repeats no more is drafted like any other"
+
+
+def test_what_was_looked_up_says_nothing_of_what_the_drafter_is_worth() -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(free)))
+    for _ in range(100):
+        serve_step(scheduler, [np.nan] * G, cap=G)
+    planner = scheduler._planner  # type: ignore[attr-defined]
+    assert planner.knows_nothing and planner.decay == 0.8
+    serve_step(scheduler, [2.0] * G, cap=G)
+    assert not planner.knows_nothing and planner.decay != 0.8
+
+
+def test_a_plan_costs_nothing_in_most_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)))
+    serve_two(scheduler, 20, repeats=False)
+    planner = scheduler._planner  # type: ignore[attr-defined]
+    plans = []
+    replan = planner.replan
+    monkeypatch.setattr(planner, "replan", lambda *given, **named: plans.append(1) or replan(*given, **named))
+    serve_two(scheduler, 160, repeats=False)
+    assert 10 <= len(plans) <= 20

@@ -48,23 +48,22 @@ class StepRows:
         Arguments:
             verdicts: of the decoding sequences.
         """
-        kept: list[Int32] = []
-        places: list[Int32] = []
+        kept: list[int] = []
+        places: list[int] = []
+        starts, positions = self.batch.query_start.tolist(), self.batch.positions
         for index, sequence in enumerate(plan.sequences):
             if sequence.error is not None or not wanted(sequence):
                 continue
-            start, end = self.batch.query_start[index], self.batch.query_start[index + 1]
-            first_position = int(self.batch.positions[start])
-            row = np.arange(start, min(end, start + sequence.cached_len - first_position), dtype=np.int32)
-            places.append(row)
+            start, end = starts[index], starts[index + 1]
+            rows = range(start, min(end, start + sequence.cached_len - int(positions[start])))
+            places.extend(rows)
             verdict = verdicts[index] if index < len(verdicts) else None
-            if verdict is not None and verdict.path:
-                row = row.copy()
-                row[1:] = start + 1 + np.array(verdict.path[: len(row) - 1], np.int32)
-            kept.append(row)
-        if not kept:
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        return np.concatenate(kept), self.batch.slots[np.concatenate(places)]
+            if verdict is not None and verdict.path and rows:
+                kept.append(start)
+                kept.extend(start + 1 + node for node in verdict.path[: len(rows) - 1])
+            else:
+                kept.extend(rows)
+        return np.array(kept, np.int32), self.batch.slots[np.array(places, np.int32)]
 
     def moves(self, verdicts: abc.Sequence[Verdict | None]) -> tuple[Int32, Int32]:
         """Return from which slots to which the K/V of accepted nodes must go to lie in a row, in this order."""

@@ -23,7 +23,7 @@ from dspark.scheduling.step_costs import StepCosts
 __all__ = ["DraftPlanner"]
 
 _FREE = 0.003  # drafting below this share of the target pass is not worth a thought
-_EVERY = 8  # steps that a plan holds at most
+_EVERY, _EVERY_IDLE = 8, 16  # steps that a plan holds at most, and one that drafts nothing
 _CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
@@ -40,6 +40,7 @@ class _Plan:
     made_at: int = -_EVERY  # step
     num_eligible: int = 0
     newcomers: bool = True  # are drafted
+    idle: bool = False  # nobody is
 
 
 class DraftPlanner:
@@ -106,7 +107,8 @@ class DraftPlanner:
         self._num_steps += 1
         plan = self._plans[prefill_tokens > 0]
         changed = abs(num_eligible - plan.num_eligible)
-        return self._num_steps - plan.made_at >= _EVERY or _CHANGED * changed > plan.num_eligible
+        every = _EVERY_IDLE if plan.idle else _EVERY
+        return self._num_steps - plan.made_at >= every or _CHANGED * changed > plan.num_eligible
 
     def wanted(self, rows: list[int], caps: list[int], *, prefill_tokens: int, whole: bool) -> list[int]:
         """Return the drafts to ask for [R] by the plan that holds; `whole` asks for whole blocks."""
@@ -140,9 +142,12 @@ class DraftPlanner:
                 plan.made_at -= _EVERY  # until something is known
         else:
             drafted = self._worth(rows, caps, counted, verify_s, draft_s)
-        plan.newcomers = 2 * int(np.count_nonzero(drafted)) > num_counted
+        num_drafted = int(np.count_nonzero(drafted))
+        plan.newcomers, plan.idle = 2 * num_drafted > num_counted, not num_drafted
         for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
-            plan.drafts[row] = chosen if asked else plan.newcomers
+            plan.drafts[row] = (
+                chosen if asked else True
+            )  # `settle` takes it back once it is looked up no more
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
         return self._probed(at, counted, drafted, draft_s, float(verify_s[0]), passed)
 
@@ -227,7 +232,11 @@ class DraftPlanner:
         for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
             if not drafts:
                 continue
+            was_looked_up = self._looked_up[row]
             self._looked_up[row] = looked_up is not None and looked_up[index]
+            if was_looked_up and not self._looked_up[row]:
+                for plan in self._plans:
+                    plan.drafts[row] = plan.newcomers
             if self._looked_up[row]:
                 self._depth[row] = self._block_size
                 continue
