@@ -149,12 +149,12 @@ class CudaSession:
         """Copy in, run, copy out, wait."""
         self._device.use()
         if call in self._captured:
-            self._call("cudaGraphLaunch", self._captured[call][0], self._stream, what=f"the graph of {call}")
+            self._call("cudaGraphLaunch", self._captured[call][0], self._stream, what=call)
         else:
             context = self._contexts[self._profile_of(call)]
             self._shape(context, call)
             self._enqueue(context, call)
-        self._wait(str(call))
+        self._wait(call)
 
     def close(self) -> None:
         """Free graphs, memory and stream."""
@@ -178,8 +178,8 @@ class CudaSession:
 
     def _shape(self, context: Any, call: Call) -> None:
         for name, shape in call.shapes:
-            if self._buffer(name).binding.kind != "output":
-                self._must(context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
+            if self._buffer(name).binding.kind != "output" and not context.set_input_shape(name, shape):
+                self._must(False, f"shape {list(shape)} of {name}")
 
     def _enqueue(self, context: Any, call: Call) -> None:
         """Put copies and kernels of a call on the stream; may be captured."""
@@ -187,7 +187,7 @@ class CudaSession:
         for name, shape in call.shapes:
             if self._buffer(name).binding.kind == "input":
                 self._copy(name, shape, kinds.cudaMemcpyHostToDevice)
-        self._must(context.execute_async_v3(int(self._stream)), f"to run {call}")
+        self._must(context.execute_async_v3(int(self._stream)), call)
         for name, shape in call.shapes:
             if name in call.outputs:
                 self._copy(name, shape, kinds.cudaMemcpyDeviceToHost)
@@ -199,8 +199,7 @@ class CudaSession:
         to_device = kind == self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         if num_bytes:
             pair = (device, host) if to_device else (host, device)
-            what = f"{name} {list(shape)}"
-            self._call("cudaMemcpyAsync", *pair, num_bytes, kind, self._stream, what=what)
+            self._call("cudaMemcpyAsync", *pair, num_bytes, kind, self._stream, what=name)
 
     def _buffer(self, name: str) -> Any:
         assert self._plan is not None, "allocate comes before the first run"
@@ -257,7 +256,7 @@ class CudaSession:
 
     # Calls that tell when they fail
 
-    def _must(self, done: bool, what: str) -> None:
+    def _must(self, done: bool, what: object) -> None:
         if not done:
             raise EngineError(f"{self._plan_name}: TensorRT refuses {what}: {self._told()}")
 
@@ -266,11 +265,11 @@ class CudaSession:
         failures = [f"{type(error).__name__}: {error}" for error in self._plugins[0].tools.failures]
         return "; ".join([*failures, *self._logger.errors][-_KEPT_ERRORS:]) or "it gives no reason"
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, what: object) -> None:
         self._call("cudaStreamSynchronize", self._stream, what=what)
 
-    def _call(self, function: str, *arguments: Any, what: str, memory: int = 0) -> Any:
-        return self._device.call(function, *arguments, what=f"{what} of {self._plan_name}", memory=memory)
+    def _call(self, function: str, *arguments: Any, what: object, memory: int = 0) -> Any:
+        return self._device.call(function, *arguments, what=what, of=self._plan_name, memory=memory)
 
 
 def _logger(trt: Any) -> Any:

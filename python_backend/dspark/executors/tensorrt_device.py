@@ -32,11 +32,12 @@ class CudaDevice:
     def __init__(self, number: int = 0) -> None:
         self.runtime, self.number = _cuda_runtime(number), number
 
-    def call(self, function: str, *arguments: Any, what: str, memory: int = 0) -> Any:
+    def call(self, function: str, *arguments: Any, what: object, of: str = "", memory: int = 0) -> Any:
         """Call the CUDA runtime and return what it gives back.
 
         Arguments:
-            what: what the call is for, as in "cudaMalloc failed for <what>".
+            what: what the call is for, as in "cudaMalloc failed for <what>"; put into words only when it fails.
+            of: the plan's name.
             memory: bytes that it asks for.
 
         Raises:
@@ -47,7 +48,8 @@ class CudaDevice:
         status, *values = getattr(self.runtime, function)(*arguments)
         if status == self.runtime.cudaError_t.cudaSuccess:
             return values[0] if values else None
-        told = f"{function} failed for {what} on {self}: {self._reason(status)}"
+        owner = f" of {of}" if of else ""
+        told = f"{function} failed for {what}{owner} on {self}: {self._reason(status)}"
         if memory and status == self.runtime.cudaError_t.cudaErrorMemoryAllocation:
             raise CapacityError(
                 f"{told}; it needs {memory} bytes, allowed is what this GPU or its host has free"
