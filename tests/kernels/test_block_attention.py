@@ -77,7 +77,7 @@ def test_a_block_sees_any_context_and_all_of_itself(context: int, dtype: torch.d
     check(arguments([context], 7, num_heads=2, num_kv_heads=1, dtype=dtype))
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 16, 40])
+@pytest.mark.parametrize("block_size", [1, 7, 15, 16, 40])
 def test_any_block_size(block_size: int) -> None:
     check(arguments([5, 33], block_size))
 
@@ -110,6 +110,11 @@ def test_any_grouping_of_heads(num_heads: int, num_kv_heads: int, head_dim: int)
     check(
         arguments([20, 5], 4, new=[2, 5], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     )
+
+
+@pytest.mark.parametrize("context", [9, 600])
+def test_a_block_of_fifteen_at_wide_heads_takes_several_tiles(context: int) -> None:
+    check(arguments([context, 3], 15, new=[2, 3], num_heads=4, num_kv_heads=1, head_dim=128))
 
 
 def test_rotated_rows_are_taken_as_they_are() -> None:

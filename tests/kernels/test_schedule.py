@@ -35,7 +35,8 @@ def check(given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "block_size"), [(0, 3), (1, 1), (1, 7), (7, 5), (64, 7), (111, 3), (129, 8)]
+    ("num_sequences", "block_size"),
+    [(0, 3), (1, 1), (1, 7), (7, 5), (64, 7), (111, 3), (129, 8), (999, 1), (3, 15)],
 )
 def test_any_batch(num_sequences: int, block_size: int) -> None:
     check(arguments(num_sequences, block_size, budget=num_sequences * block_size // 3))
@@ -67,6 +68,12 @@ def test_random_confidences() -> None:
     given = arguments(20, 6, budget=40, seed=3)
     given[0].copy_(torch.rand(20, 6))
     check(given)
+
+
+def test_the_same_bits_again() -> None:
+    given = arguments(37, 7, budget=90, seed=5)
+    for first, second in zip(launch_schedule(*given), launch_schedule(*given), strict=True):
+        assert torch.equal(first, second)
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:
