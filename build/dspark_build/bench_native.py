@@ -37,6 +37,7 @@ from dspark_plugins.native.binding import Pool
 from dspark_plugins.native.threads import default_num_threads
 
 from dspark_build.bench_drafter_shapes import DrafterCost, measure_drafter, measure_shapes, shape_table
+from dspark_build.bench_neighbours import measure_neighbours, neighbour_lines
 
 __all__ = ["main"]
 
@@ -329,9 +330,21 @@ def one_row_target(checkpoint: TargetCheckpoint, dtype: str, threads: int) -> tu
     return target, pass_over(1, checkpoint.config.vocab_size)
 
 
-def drafter_cost(checkpoint: TargetCheckpoint, folder: str, threads: int, rounds: int) -> DrafterCost:
+def drafter_cost(
+    checkpoint: TargetCheckpoint, folder: str, threads: int, rounds: int, *, dtype: str
+) -> DrafterCost:
     target, one = one_row_target(checkpoint, "bfloat16", threads)
-    return measure_drafter(folder, target, lambda: target.forward(one), rounds, dtype="bfloat16")
+    return measure_drafter(folder, target, lambda: target.forward(one), rounds, dtype=dtype)
+
+
+def print_neighbours(checkpoint: TargetCheckpoint, threads: int, seconds: float) -> int:
+    def load() -> Callable[[], object]:
+        target, one = one_row_target(checkpoint, "bfloat16", threads)
+        return lambda: target.forward(one)
+
+    for line in neighbour_lines(measure_neighbours(load, seconds=seconds)):
+        print(line)
+    return 0
 
 
 def print_shapes(checkpoint: TargetCheckpoint, dtype: str, threads: int, rounds: int) -> int:
@@ -347,7 +360,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m dspark_build.bench_native", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, help="default %(default)s")
-    parser.add_argument("--drafter", help="folder of a block drafter to measure beside the target, bfloat16")
+    parser.add_argument("--drafter", help="folder of a block drafter to measure beside a bfloat16 target")
+    parser.add_argument("--drafter-dtype", default="int8", help="of its weights, default %(default)s")
+    parser.add_argument(
+        "--neighbours",
+        type=float,
+        metavar="SECONDS",
+        help="print only what a busy process on each core and a bfloat16 model leave each other",
+    )
     parser.add_argument(
         "--drafter-shapes", metavar="DTYPE", help="print only what drafters of several shapes cost"
     )
@@ -373,6 +393,8 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoint = load_target(args.target)
         if args.drafter_shapes:
             return print_shapes(checkpoint, args.drafter_shapes, args.threads, args.rounds)
+        if args.neighbours:
+            return print_neighbours(checkpoint, args.threads, args.neighbours)
         found = contenders(
             checkpoint,
             Path(args.target),
@@ -388,7 +410,11 @@ def main(arguments: list[str] | None = None) -> int:
             for contender in found:
                 if isinstance(contender, PeerContender):
                     contender.close()
-        drafter = drafter_cost(checkpoint, args.drafter, args.threads, args.rounds) if args.drafter else None
+        drafter = None
+        if args.drafter:
+            drafter = drafter_cost(
+                checkpoint, args.drafter, args.threads, args.rounds, dtype=args.drafter_dtype
+            )
     except DSparkError as error:
         print(error, file=sys.stderr)
         return 1
@@ -409,7 +435,8 @@ def main(arguments: list[str] | None = None) -> int:
     if drafter is not None:
         report["drafter"] = {"block_ms": drafter.block_ms, "target_row_ms": drafter.target_ms}
         print(
-            f"drafter: a greedy block {drafter.block_ms:.2f} ms, {drafter.ratio:.2f} of a target row, append included"
+            f"drafter, {args.drafter_dtype}: a greedy block {drafter.block_ms:.2f} ms, "
+            f"{drafter.ratio:.2f} of a target row, append included"
         )
     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0

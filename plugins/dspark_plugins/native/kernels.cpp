@@ -208,17 +208,23 @@ void tile(const Gemm& g, int panel, int half, int row, bool own, Ahead ahead, fl
     }
   } else {
     constexpr int x_step = D == kBfloat16 && kWideBfloat16 ? 8 : 4;
+    const auto step = [&] {
+      if (own) {
+        prefetch(w + kPrefetchBytes);
+        prefetch(w + kPrefetchBytes + 64);
+      }
+      step_rows<D, H, R>(acc, w, x, stride);
+      w += kStepBytes;
+      x += x_step;
+    };
     for (int chunk = 0; chunk < chunks; ++chunk) {
       fetch(ahead);
+      if constexpr (D == kBfloat16 && kWideBfloat16) {  // two steps at once would not fit the registers
+#pragma GCC unroll 1
+        for (int s = 0; s < kChunkSteps; ++s) step();
+      } else {
 #pragma GCC unroll 2
-      for (int s = 0; s < kChunkSteps; ++s) {
-        if (own) {
-          prefetch(w + kPrefetchBytes);
-          prefetch(w + kPrefetchBytes + 64);
-        }
-        step_rows<D, H, R>(acc, w, x, stride);
-        w += kStepBytes;
-        x += x_step;
+        for (int s = 0; s < kChunkSteps; ++s) step();
       }
     }
   }
@@ -249,6 +255,12 @@ inline void tile_of(const Gemm& g, int panel, int row, int rows, bool own, Ahead
   finish<R>(g, panel, row, sums);
 }
 
+// Where block b of `rows` rows starts: blocks of nearly equal height, or whole ones with two rows or more in the last.
+inline int first_row(int rows, int b, int blocks, int most) {
+  if (!kWholeBlocks || b == 0 || b == blocks) return static_cast<int>(static_cast<int64_t>(rows) * b / blocks);
+  return b * most - (b == blocks - 1 && rows - b * most == 1);
+}
+
 // Few rows wait for memory, so each panel is fetched a little ahead of its own use. Many rows compute, so the next panel
 // is fetched in even portions meanwhile.
 template <Dtype D>
@@ -261,9 +273,8 @@ void gemm_of(const Gemm& g, int begin, int end) {
   for (int panel = begin; panel < end; ++panel) {
     const uint8_t* next = g.w->data + (panel + 1) * g.w->panel_bytes;
     const bool ahead = !few && panel + 1 < end;
-    for (int b = 0; b < blocks; ++b) {  // blocks of nearly equal height
-      const int row = static_cast<int>(static_cast<int64_t>(g.rows) * b / blocks);
-      const int last = static_cast<int>(static_cast<int64_t>(g.rows) * (b + 1) / blocks);
+    for (int b = 0; b < blocks; ++b) {
+      const int row = first_row(g.rows, b, blocks, most), last = first_row(g.rows, b + 1, blocks, most);
       const uint8_t* from = next + block_bytes * b;
       tile_of<D, most>(g, panel, row, last - row, few || (b == 0 && panel == begin),
                        {from, ahead ? next + g.w->panel_bytes : from, lines});

@@ -17,6 +17,7 @@ using vw = vi;  // 64 bytes of packed weights: one step of 16 outputs
 constexpr int kRowBlock = 2;      // rows whose accumulators of a whole panel live in registers
 constexpr int kRowBlockHalf = 6;  // of half a panel
 constexpr int kRowBlockInt8 = 4;  // the same, int8
+constexpr bool kWholeBlocks = true;  // six rows and two beat four and four: eight accumulators wait for each other
 constexpr bool kWideRegisters = false;
 constexpr bool kWideBfloat16 = true;  // bfloat16 is multiplied as float
 constexpr bool kOffsetInt8 = false;   // weight bytes are made signed again

@@ -12,6 +12,7 @@ using vw = __m512i;  // 64 bytes of packed weights: one step of 16 outputs
 
 constexpr int kRowBlock = 8;  // rows whose accumulators of a whole panel live in registers
 constexpr int kRowBlockHalf = 8, kRowBlockInt8 = 8;  // nothing to gain from half panels
+constexpr bool kWholeBlocks = false;
 constexpr bool kWideRegisters = true;
 constexpr bool kWideBfloat16 = false;
 constexpr bool kOffsetInt8 = true;  // VPDPBUSD takes weight bytes with their offset of 128

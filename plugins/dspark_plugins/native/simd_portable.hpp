@@ -17,6 +17,7 @@ struct vw {
 };
 
 constexpr int kRowBlock = 2, kRowBlockHalf = 2, kRowBlockInt8 = 2;
+constexpr bool kWholeBlocks = false;
 constexpr bool kWideRegisters = false;
 constexpr bool kWideBfloat16 = true;
 constexpr bool kOffsetInt8 = true;
