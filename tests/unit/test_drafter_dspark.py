@@ -47,7 +47,7 @@ class Scene:
         self.features = [self.bench.features(length - 1) for length in LENGTHS]
         self.texts = []
         for row, at in enumerate(slots):
-            self.drafter.observe(
+            self.bench.executor.append_context(  # both drafters' own
                 features=self.features[row], positions=np.arange(len(at), dtype=np.int32), slots=at
             )
             text = self.bench.rng.integers(0, TARGET.vocab_size, len(at)).tolist()
@@ -211,7 +211,7 @@ def test_sequence_with_broken_features_drafts_nothing_and_harms_nobody(
     broken = np.full((1, scene.bench.width), np.nan, np.float32)
     slots = np.array([page * PAGE_SIZE], np.int32)
     drafter_positions = np.zeros(1, np.int32)
-    scene.drafter.observe(features=broken, positions=drafter_positions, slots=slots)
+    scene.bench.executor.append_context(features=broken, positions=drafter_positions, slots=slots)
     after = drafter.propose(inputs)
     assert after.num_tokens.tolist() == [4, 4, 0, 4]
     for row in (0, 1, 3):

@@ -17,6 +17,7 @@ from dspark.drafters.device_draws import SampledBlockExecutor, drawn_block, join
 from dspark.drafters.drawing import best_tokens, draw_draft
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
 from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
+from dspark.drafters.waiting_rows import WaitingRows
 from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.transforms import TokenSampler
@@ -39,6 +40,7 @@ class DSparkDrafter:
         self.tree_size = 0
         self.chain_len = self.block_size = executor.config.block_size  # G
         self.feature_layer_ids = executor.config.target_layer_ids
+        self._waiting = WaitingRows()
         self.has_confidence = executor.config.enable_confidence_head
         self.draft_to_target = draft_to_target
 
@@ -59,8 +61,16 @@ class DSparkDrafter:
         return self.executor.cache_page_bytes(page_size)
 
     def observe(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
-        """Append the context of committed rows."""
-        self.executor.append_context(features=features, positions=positions, slots=slots)
+        """Append the context of committed rows, at the latest before the next block."""
+        self._waiting.add(features, positions, slots)
+        if self._waiting.full:
+            self._append_waiting()
+
+    def _append_waiting(self) -> None:
+        rows = self._waiting.take()
+        if rows is not None:
+            features, positions, slots = rows
+            self.executor.append_context(features=features, positions=positions, slots=slots)
 
     def release(self, sequence_id: int) -> None:
         """Keep nothing by sequence: the context lives in the sequence's pages."""
@@ -71,6 +81,7 @@ class DSparkDrafter:
         rows = [row for row, item in enumerate(inputs) if item.max_drafts > 0]
         if not rows:
             return block
+        self._append_waiting()
         active = [inputs[row] for row in rows]
         batch = _batch(active)
         greedy_alone = all(_plain_greedy(item.sampler) for item in active)
