@@ -499,3 +499,22 @@ def test_a_plan_costs_nothing_in_most_steps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(planner, "replan", lambda *given, **named: plans.append(1) or replan(*given, **named))
     serve_two(scheduler, 160, repeats=False)
     assert 10 <= len(plans) <= 20
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_a_machine_whose_steps_vary_by_half_changes_little(num_sequences: int) -> None:
+    kinds = (MIX * num_sequences)[:num_sequences]
+
+    def noisy(policy: str) -> float:
+        scheduler = make_scheduler(
+            policy,
+            block_size=G,
+            has_confidence=True,
+            cost_model=CostModel(curve(dear)),
+            calibrator=OnlineCalibrator(block_size=G),
+        )
+        return decode(
+            scheduler, kinds, steps=300, block_size=G, verify_s=verify_s, draft_s=dear, noise=0.5
+        ).rate
+
+    assert noisy("auto") > 0.96 * max(noisy(policy) for policy in ("none", "fixed:5", "fixed:7"))
