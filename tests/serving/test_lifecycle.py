@@ -119,6 +119,18 @@ def test_nothing_outlives_a_killed_process(repository, tmp_path, victim):
             assert "ended on its own" in serve.said
 
 
+def test_a_model_process_that_does_not_notice_its_servers_end_is_killed_with_it(repository):
+    """Such as one that waits for the dead server's answer and lets no other thread run."""
+    server = server_process(repository)
+    with server:
+        (model,) = children(server.pid)
+        os.kill(model, signal.SIGSTOP)  # it notices nothing
+        os.kill(server.pid, signal.SIGKILL)
+        until(lambda: server.poll() is not None)
+        assert is_running(model)
+    until(lambda: not is_running(model))
+
+
 def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"model_type": "mamba"}')

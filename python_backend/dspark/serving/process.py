@@ -168,8 +168,7 @@ class ServerProcess:
             ConfigError: as `start`.
         """
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group(self._process)
             self._process.wait()
         self._clean_up()
         self.options = replace(
@@ -295,6 +294,8 @@ class ServerProcess:
                 self.options.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
             )
             self._end(self._process)
+        elif self._process is not None:
+            self._kill_group(self._process)  # a model process that has not noticed its server's end
         self._clean_up()
         return drained
 
@@ -333,10 +334,14 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             # It waits for clients that keep their streams open; no answer is owed to them any more.
             self.progress("ending tritonserver, which waits for idle clients")
-        # The group holds the model's process, too, should the server have left it behind.
+        self._kill_group(process)
+        process.wait()
+
+    @staticmethod
+    def _kill_group(process: subprocess.Popen[bytes]) -> None:
+        """Kill the server and the model's process, should the server have left it behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
     def _clean_up(self) -> None:
         if self._run_dir is not None:
