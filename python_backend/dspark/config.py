@@ -41,10 +41,11 @@ class ServeConfig:
     """What is served and with what limits.
 
     target: Hugging Face folder, `.gguf` file, or hub name.
-    drafter: `none`, `ngram`, a drafter folder, folder or `.gguf` file of a smaller model with the target's tokenizer,
-        or `auto` (the folder `drafter/` beside model.yaml where it was trained for this target, else `ngram`).
-    num_draft_tokens: most drafts of one step by a drafter that makes them token by token (a smaller model). Others have
-        their block size in their checkpoint.
+    drafter: `none`, `ngram`, a drafter folder (DSpark, DFlash, EAGLE-3, MTP), folder or `.gguf` file of a smaller model
+        with the target's tokenizer, or `auto` (the folder `drafter/` beside model.yaml where it was trained for this
+        target, else `ngram`).
+    num_draft_tokens: most drafts of one step by a drafter that makes them token by token (a smaller model, EAGLE-3,
+        MTP). Others have their block size in their checkpoint.
     prompt_lookup: with a trained drafter, take what the text itself says instead of a block wherever its end occurred
         before (4 tokens or more); builtin drafters leave it aside.
     draft_tree: most drafts of a tree, 0 = chains alone. A trained drafter then gives second and third choices beside

@@ -109,7 +109,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-draft-tokens",
         type=int,
         metavar="N",
-        help=f"drafts of one step by a smaller model (default: {NUM_DRAFT_TOKENS})",
+        help=f"drafts of one step by a smaller model, EAGLE-3 or MTP (default: {NUM_DRAFT_TOKENS})",
     )
     parser.add_argument(
         "--prompt-lookup",

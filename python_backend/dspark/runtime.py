@@ -15,6 +15,7 @@ from dspark.config import ENGINE_EXECUTORS, ServeConfig
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
+from dspark.drafters.kinds import check_kind
 from dspark.drafters.layout import read_config_file
 from dspark.drafters.loading import DrafterOutline, peek_drafter
 from dspark.drafters.lookup import LookupDrafter
@@ -104,6 +105,7 @@ def _tensorrt_llm_runtime(config: ServeConfig, *, progress: Progress, base: Path
         config.drafter, base=base, target_hash=checkpoint.config.model_hash, progress=progress
     )
     outline = peek_drafter(spec, checkpoint.config)
+    check_kind(outline.kind, executor=config.executor)
     calibrator = _calibrator(config, spec, outline, target_hash=checkpoint.config.model_hash)
     loaded = load_language_model(
         config,

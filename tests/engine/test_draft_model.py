@@ -176,7 +176,7 @@ def test_sampled_tokens_follow_the_target(target: Path, drafters: dict[str, Path
         target, drafter=drafters["stranger"], policy="fixed:2", rule=rule, max_batch_size=256
     )
     assert_samples_follow_the_target(engine)
-    assert engine.stats().num_accepted_tokens > 50
+    assert engine.stats().num_accepted_tokens > 20
 
 
 def test_a_named_seed_gives_the_plain_answer(target: Path, drafters: dict[str, Path]) -> None:

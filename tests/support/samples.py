@@ -18,7 +18,7 @@ __all__ = ["assert_samples_follow_the_target"]
 _PROMPT, _TEMPERATURE, _TOP_K, _LENGTH = [9, 4, 9, 4, 9, 4, 9, 4, 9], 1.3, 4, 3
 
 
-def assert_samples_follow_the_target(engine: Engine, *, num_samples: int = 1000) -> None:
+def assert_samples_follow_the_target(engine: Engine, *, num_samples: int = 600) -> None:
     """Fail unless answers of three tokens, the last two of them drafted, are as likely as the target makes them.
 
     Arguments:

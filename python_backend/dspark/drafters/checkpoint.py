@@ -35,7 +35,14 @@ from dspark.models.config import DrafterConfig, TargetConfig, WeightSource
 from dspark.models.layout import decoder_tensors
 from dspark.models.safetensors_file import FloatFormat, SafetensorsSource, write_tensors
 
-__all__ = ["DrafterCheckpoint", "load_drafter_checkpoint", "save_drafter_checkpoint", "tensor_shapes"]
+__all__ = [
+    "DrafterCheckpoint",
+    "SharedTables",
+    "load_drafter_checkpoint",
+    "read_draft_to_target",
+    "save_drafter_checkpoint",
+    "tensor_shapes",
+]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -45,21 +52,17 @@ _VOCABULARY = ("draft_to_target", "d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterCheckpoint:
-    """A checked drafter, weights still on disk.
+class SharedTables:
+    """A drafter's folder, and its embedding and LM head: its own, or the target's.
 
     `draft_to_target` maps draft ids to target ids, None when the vocabulary is the target's.
-    `previous_to_row` maps a target id to its row of markov_w1, None when the row is the id.
     """
 
     folder: Path
-    config: DrafterConfig
-    weights: WeightSource  # names as in `tensor_shapes`
+    weights: WeightSource
     draft_to_target: Int32 | None  # [Vd] ascending
-    previous_to_row: Int32 | None  # [V]
     own_embedding: bool
     own_head: bool
-    calibration_path: Path | None  # calibration.json beside the weights
 
     def embedding(self, target_embedding: Float32) -> Float32:
         """Return the input embedding [V, d]: the checkpoint's own, else the target's array itself."""
@@ -78,6 +81,18 @@ class DrafterCheckpoint:
                 f"{self.folder}: has no lm_head.weight, so the target's is needed; got none"
             )
         return target_head if self.draft_to_target is None else target_head[self.draft_to_target]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterCheckpoint(SharedTables):
+    """A checked drafter, weights still on disk under the names of `tensor_shapes`.
+
+    `previous_to_row` maps a target id to its row of markov_w1, None when the row is the id.
+    """
+
+    config: DrafterConfig
+    previous_to_row: Int32 | None  # [V]
+    calibration_path: Path | None  # calibration.json beside the weights
 
 
 def tensor_shapes(config: DrafterConfig, *, previous: PreviousVocab = "target") -> dict[str, tuple[int, ...]]:
@@ -122,7 +137,9 @@ def load_drafter_checkpoint(folder: str | Path, *, target: TargetConfig) -> Draf
     has_qk_norm = any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names)
     config = parse_config(flat, target=target, has_qk_norm=has_qk_norm)
     previous = previous_vocab(flat)
-    mapping = _draft_to_target(tensors, config)
+    mapping = read_draft_to_target(
+        tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size
+    )
     if previous == "draft" and mapping is None:
         raise CheckpointError(
             "markov_previous_vocab: draft needs a reduced vocabulary (draft_to_target), got none"
@@ -172,7 +189,9 @@ def save_drafter_checkpoint(
     _check_shapes(shapes, config, previous)
     stored: dict[str, npt.NDArray[np.generic]] = dict(tensors)
     if draft_to_target is not None:
-        _check_mapping(draft_to_target, config)
+        _check_mapping(
+            draft_to_target, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size
+        )
         stored["draft_to_target"] = draft_to_target.astype(np.int32)
     elif config.draft_vocab_size != config.vocab_size:
         raise CheckpointError(
@@ -231,35 +250,41 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _draft_to_target(tensors: SafetensorsSource, config: DrafterConfig) -> Int32 | None:
+def read_draft_to_target(
+    tensors: SafetensorsSource, *, vocab_size: int, draft_vocab_size: int
+) -> Int32 | None:
+    """Return the target ids [Vd] of a reduced vocabulary, None for the full one.
+
+    Raises:
+        CheckpointError: a reduced vocabulary without them, or ids that are not ascending target ids.
+    """
     names = tensors.names()
     given = [name for name in ("draft_to_target", "d2t") if name in names]
     if len(given) > 1:
         raise CheckpointError("draft_to_target: given twice, also as d2t")
     if not given:
-        if config.draft_vocab_size != config.vocab_size:
+        if draft_vocab_size != vocab_size:
             raise CheckpointError(
-                f"draft_vocab_size: {config.draft_vocab_size} of {config.vocab_size} tokens needs the tensor "
+                f"draft_vocab_size: {draft_vocab_size} of {vocab_size} tokens needs the tensor "
                 "draft_to_target, got none"
             )
         return None
     mapping = tensors.int32(given[0])
     if given[0] == "d2t":
         mapping = mapping + np.arange(mapping.size, dtype=np.int32)
-    _check_mapping(mapping, config)
-    identity = mapping.size == config.vocab_size
+    _check_mapping(mapping, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size)
+    identity = mapping.size == vocab_size
     return None if identity else mapping
 
 
-def _check_mapping(mapping: Int32, config: DrafterConfig) -> None:
-    if mapping.shape != (config.draft_vocab_size,):
+def _check_mapping(mapping: Int32, *, vocab_size: int, draft_vocab_size: int) -> None:
+    if mapping.shape != (draft_vocab_size,):
         raise CheckpointError(
-            f"draft_to_target: must be [{config.draft_vocab_size}] (draft_vocab_size), "
-            f"got {list(mapping.shape)}"
+            f"draft_to_target: must be [{draft_vocab_size}] (draft_vocab_size), got {list(mapping.shape)}"
         )
-    if mapping[0] < 0 or mapping[-1] >= config.vocab_size or not (np.diff(mapping) > 0).all():
+    if mapping[0] < 0 or mapping[-1] >= vocab_size or not (np.diff(mapping) > 0).all():
         raise CheckpointError(
-            f"draft_to_target: must rise from 0 or more to below vocab_size {config.vocab_size}, got "
+            f"draft_to_target: must rise from 0 or more to below vocab_size {vocab_size}, got "
             f"{mapping[0]} .. {mapping[-1]}"
         )
 

@@ -9,11 +9,17 @@ from typing import Any, Literal, cast
 from dspark.errors import ConfigError
 from dspark.models.hf import read_json
 
-__all__ = ["DrafterKind", "drafter_kind"]
+__all__ = ["DrafterKind", "check_kind", "drafter_kind"]
 
-DrafterKind = Literal["none", "ngram", "dspark", "draft_model"]
+DrafterKind = Literal["none", "ngram", "dspark", "draft_model", "eagle3", "mtp"]
 
 _LANGUAGE_MODELS = (["LlamaForCausalLM"], ["Qwen3ForCausalLM"])
+_MTP = (["LlamaMTPModel"], ["Qwen3MTPModel"])
+_ENGINES_DRAFT = {  # what executors that do not run checkpoints can draft with
+    "tensorrt": ("none", "ngram", "dspark", "draft_model"),
+    "onnxruntime": ("none", "ngram", "dspark", "draft_model"),
+    "tensorrt_llm": ("none", "ngram", "dspark"),
+}
 _DSPARK_KEYS = ("block_size", "markov_rank", "dflash_config", "dspark_config")
 
 
@@ -36,8 +42,31 @@ def drafter_kind(spec: str) -> DrafterKind:
     return _of_config(read_json(path / "config.json")) if (path / "config.json").is_file() else "dspark"
 
 
+def check_kind(kind: DrafterKind, *, executor: str) -> None:
+    """Refuse a drafter that an executor cannot serve beside its target.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    allowed = _ENGINES_DRAFT.get(executor)
+    if allowed is not None and kind not in allowed:
+        raise ConfigError(
+            f"drafter: got one of kind {kind}, allowed with executor {executor} are {', '.join(allowed)}"
+        )
+
+
 def _of_config(fields: Mapping[str, Any]) -> DrafterKind:
     architectures = fields.get("architectures")
     if any(key in fields for key in _DSPARK_KEYS):
         return "dspark"
+    named = isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures)
+    # EAGLE's own repository calls its heads LlamaForCausalLM; no language model has a draft vocabulary.
+    if named or fields.get("speculators_model_type") == "eagle3" or _is_early_eagle(fields):
+        return "eagle3"
+    if architectures in _MTP:
+        return "mtp"
     return "draft_model" if architectures in _LANGUAGE_MODELS else "dspark"
+
+
+def _is_early_eagle(fields: Mapping[str, Any]) -> bool:
+    return fields.get("architectures") in _LANGUAGE_MODELS and "draft_vocab_size" in fields

@@ -10,6 +10,7 @@ from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.drafters.draft_model import load_draft_checkpoint
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.feature_heads import HeadKind, load_head_checkpoint
 from dspark.drafters.interface import Drafter
 from dspark.drafters.kinds import DrafterKind, drafter_kind
 from dspark.drafters.ngram import NgramDrafter
@@ -67,6 +68,9 @@ def peek_drafter(
     if kind == "draft_model":
         model = load_draft_checkpoint(spec, target=target, tokenizer=tokenizer).config
         return DrafterOutline((), num_draft_tokens, kind=kind, decoder=model.decoder)
+    if kind == "eagle3" or kind == "mtp":
+        head = load_head_checkpoint(spec, kind=kind, target=target).config
+        return DrafterOutline(head.target_layer_ids, num_draft_tokens, kind=kind, decoder=head.decoder)
     config = load_drafter_checkpoint(spec, target=target).config
     return DrafterOutline(
         config.target_layer_ids, config.block_size, config.enable_confidence_head, kind, config.decoder
@@ -112,12 +116,18 @@ def load_drafter(
             device=device,
             block_size=num_draft_tokens,
         )
-    checkpoint = load_drafter_checkpoint(spec, target=target)
-    if target_executor.feature_layer_ids != checkpoint.config.target_layer_ids:
-        raise ConfigError(
-            f"feature_layer_ids: the drafter reads target layers {checkpoint.config.target_layer_ids}, "
-            f"the target executor was made for {target_executor.feature_layer_ids}"
+    if kind == "eagle3" or kind == "mtp":
+        return _head(
+            spec,
+            kind=kind,
+            target=target,
+            target_executor=target_executor,
+            dtype=dtype,
+            device=device,
+            block_size=num_draft_tokens,
         )
+    checkpoint = load_drafter_checkpoint(spec, target=target)
+    _check_layers(checkpoint.config.target_layer_ids, target_executor)
     build = _executor_class(executor, device, _BLOCK_EXECUTORS)
     native = build.__name__ == "NativeBlockDrafter"
     dtype = _dtype(dtype, native=native, target_executor=target_executor)
@@ -157,6 +167,51 @@ def _draft_model(
         block_size=block_size,
         max_context_len=checkpoint.config.max_context_len,
     )
+
+
+def _head(
+    spec: str,
+    *,
+    kind: HeadKind,
+    target: TargetConfig,
+    target_executor: TargetExecutor,
+    dtype: str,
+    device: str,
+    block_size: int,
+) -> AutoregressiveDrafter:
+    """Build a drafter whose runner is a head in torch, whatever runs the target."""
+    from dspark.executors.dtype import auto_dtype
+    from dspark.executors.torch_head import TorchHead
+
+    checkpoint = load_head_checkpoint(spec, kind=kind, target=target)
+    _check_layers(checkpoint.config.target_layer_ids, target_executor)
+    if dtype == "auto":
+        dtype = target_executor.dtype if target_executor.dtype != "int8" else auto_dtype(device)
+    embedding, head = target_executor.embedding_and_head()
+    runner = TorchHead(
+        checkpoint,
+        target_embedding=embedding,
+        target_head=head,
+        dtype=dtype,
+        device=device,
+        num_threads=getattr(target_executor, "num_threads", None),
+    )
+    return AutoregressiveDrafter(
+        runner,
+        name=kind,
+        block_size=block_size,
+        max_context_len=target.max_context_len,
+        draft_to_target=checkpoint.draft_to_target,
+        features=(runner, checkpoint.config.target_layer_ids),
+    )
+
+
+def _check_layers(wanted: tuple[int, ...], target_executor: TargetExecutor) -> None:
+    if target_executor.feature_layer_ids != wanted:
+        raise ConfigError(
+            f"feature_layer_ids: the drafter reads target layers {wanted}, "
+            f"the target executor was made for {target_executor.feature_layer_ids}"
+        )
 
 
 def _dtype(wanted: str, *, native: bool, target_executor: TargetExecutor) -> str:

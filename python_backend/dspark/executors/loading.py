@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from dspark.config import ENGINE_EXECUTORS, EXECUTOR_DTYPES, ServeConfig
 from dspark.drafters.interface import Drafter
+from dspark.drafters.kinds import check_kind
 from dspark.drafters.loading import DrafterOutline, load_drafter
 from dspark.errors import ConfigError
 from dspark.executors.device import chosen_device
@@ -44,6 +45,7 @@ def load_pair(
         ConfigError: an executor that cannot run here, or settings that it cannot meet.
         CheckpointError: an engine that cannot be used, or is of another pair.
     """
+    check_kind(outline.kind, executor=config.executor)
     device = chosen_device(config.executor, config.device)
     load = partial(load_drafter, spec, target=checkpoint.config, num_draft_tokens=config.num_draft_tokens)
     if config.executor in ENGINE_EXECUTORS:

@@ -54,8 +54,16 @@ def load_pair_on(
         page_size=config.page_size,
         block_size=outline.block_size,
     )
-    drafter = load_drafter_checkpoint(spec, target=checkpoint.config) if outline.feature_layer_ids else None
-    return pair_on(device, checkpoint, drafter, dtype=config.dtype, shapes=shapes, page_size=config.page_size)
+    drafter = load_drafter_checkpoint(spec, target=checkpoint.config) if outline.kind == "dspark" else None
+    return pair_on(
+        device,
+        checkpoint,
+        drafter,
+        dtype=config.dtype,
+        shapes=shapes,
+        page_size=config.page_size,
+        layer_ids=outline.feature_layer_ids,
+    )
 
 
 def torch_device(name: str) -> torch.device:
@@ -87,6 +95,7 @@ def pair_on(
     page_size: int,
     blocks_dtype: str = "auto",
     capture: Capture | None = None,
+    layer_ids: tuple[int, ...] = (),
 ) -> EnginePair:
     """Load a target and, where there is one, its drafter; with the same dtype they share embedding and head.
 
@@ -95,9 +104,10 @@ def pair_on(
         blocks_dtype: of the drafter; auto = the target's.
         shapes: the largest pass; the small ones are captured when caches are allocated.
         capture: None = CUDA graphs on a GPU, nothing elsewhere.
+        layer_ids: features that a drafter of another kind wants.
     """
     chosen = auto_dtype(str(device)) if dtype == "auto" else dtype
-    layers = drafter.config.target_layer_ids if drafter else ()
+    layers = drafter.config.target_layer_ids if drafter else layer_ids
     model = TorchTarget(
         checkpoint.config, checkpoint.weights, dtype=chosen, feature_layer_ids=layers, device=str(device)
     )
