@@ -12,7 +12,7 @@ import pytest
 from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint
 from dspark.drafters.interface import GreedyBlockExecutor
 from dspark.drafters.loading import load_drafter, peek_drafter
-from dspark.errors import CheckpointError, ConfigError, EngineError
+from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors.interface import DraftBatch
 from dspark.executors.native_drafter import NativeBlockDrafter
 from dspark.executors.native_target import NativeTarget
@@ -46,6 +46,10 @@ def checkpoint_of(folder: Path, kind: str) -> DrafterCheckpoint:
     target = QWEN if kind == "gated" else TARGET
     write_tiny_drafter(folder / kind, target, **KINDS[kind])
     return load_drafter_checkpoint(folder / kind, target=target)
+
+
+def ints(*values: int) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
 
 
 def embedding() -> Float32:
@@ -154,9 +158,13 @@ def test_the_fused_greedy_block_draws_what_single_steps_draw(tmp_path: Path, kin
         np.testing.assert_array_equal(block.tokens[:, k], previous)
 
 
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["gated", "rnn_reduced", "no_head_window"])
-def test_neighbours_pages_chunks_and_threads_change_no_bit(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_neighbours_pages_chunks_and_threads_change_no_bit(
+    tmp_path: Path, kind: str, dtype: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPARK_NATIVE_ISA", isa)
     checkpoint, given = checkpoint_of(tmp_path, kind), embedding()
     one, two = (
         NativeBlockDrafter(
@@ -256,6 +264,12 @@ def test_what_does_not_fit_is_refused_naming_both_values(tmp_path: Path) -> None
         executor.append_context(
             features=np.zeros((1, 64), np.float32), **(rows | {"slots": np.array([160], np.int32)})
         )
+    with pytest.raises(EngineError, match="slots: got 2 with 1 different, allowed is each once"):
+        executor.append_context(
+            features=np.zeros((2, 64), np.float32), positions=ints(0, 1), slots=ints(7, 7)
+        )
+    with pytest.raises(CapacityError, match="beside 12 of running blocks: allowed are 1 to 2\\^31 - 1"):
+        executor.allocate_cache(num_pages=2**29 - 1, page_size=4)
     hidden = np.zeros((1, 32), np.float32)
     with pytest.raises(EngineError, match=r"state: got None, allowed is float32 \[1, 6\]"):
         executor.head_step(previous=np.zeros(1, np.int32), hidden=hidden, state=None)
@@ -263,6 +277,27 @@ def test_what_does_not_fit_is_refused_naming_both_values(tmp_path: Path) -> None
         executor.confidence_logits(previous=np.array([50], np.int32), hidden=hidden)
     with pytest.raises(EngineError, match=r"hidden: got float32 \[1, 31\]"):
         executor.confidence_logits(previous=np.zeros(1, np.int32), hidden=hidden[:, 1:])
+
+
+def test_no_blocks_at_all_are_refused_by_every_call(tmp_path: Path) -> None:
+    executor = NativeBlockDrafter(
+        checkpoint_of(tmp_path, "vanilla"),
+        target_embedding=embedding(),
+        target_head=embedding(),
+        dtype="float32",
+        num_threads=1,
+    )
+    executor.allocate_cache(num_pages=2, page_size=PAGE_SIZE)
+    none = DraftBatch(
+        anchors=ints(), anchor_positions=ints(), context_len=ints(), page_table=np.zeros((0, 1), np.int32)
+    )
+    for call in (
+        lambda: executor.draft(none),
+        lambda: executor.draft_greedy(none, num_drafts=ints()),
+        lambda: executor.draft_tree(none, num_nodes=ints(), width=2, branch=2),
+    ):
+        with pytest.raises(EngineError, match="anchors: got 0 blocks, allowed is 1 to 512"):
+            call()
 
 
 def test_no_embedding_anywhere_and_an_unknown_dtype_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -104,6 +105,19 @@ def run_whole(which: NativeTarget, token_ids: list[int]) -> TargetOutput:
     return which.forward(one_sequence(token_ids, page_size=16))
 
 
+@contextmanager
+def address_space(more: int) -> Iterator[None]:
+    """Let this process map `more` bytes beyond what it has mapped, no more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def tokens_of(model: str, count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, MODELS[model].vocab_size, count).tolist()
 
@@ -134,9 +148,12 @@ def test_short_types_stay_near_the_reference(dtype: str, allowed: float, variant
     assert error < allowed
 
 
+@pytest.mark.parametrize("variant", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_context_of_many_chunks_equals_the_reference_and_decodes_to_the_same_bits(dtype: str) -> None:
-    which = target("small", dtype, machine_isas()[0], 2)
+def test_a_context_of_many_chunks_equals_the_reference_and_decodes_to_the_same_bits(
+    dtype: str, variant: str
+) -> None:
+    which = target("small", dtype, variant, 2)
     token_ids = tokens_of("small", 700)
     whole = run_whole(which, token_ids)
     if dtype == "float32":
@@ -216,11 +233,12 @@ def trees(draw: st.DrawFn) -> tuple[int, list[int]]:
     return draw(st.integers(0, 30)), [draw(st.integers(-1, i - 1)) for i in range(count)]
 
 
+@pytest.mark.parametrize("variant", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(tree=trees(), seed=st.integers(0, 1000))
 def test_a_path_of_a_tree_gives_the_bits_of_the_chain(
-    dtype: str, tree: tuple[int, list[int]], seed: int
+    dtype: str, variant: str, tree: tuple[int, list[int]], seed: int
 ) -> None:
     context_len, parents = tree
     context = tokens_of("small", context_len, seed)
@@ -229,7 +247,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_the_chain(
     for token, parent in zip(picked, parents, strict=True):
         seen = () if parent < 0 else (*rows[parent].seen, parent)
         rows.append(Row(token=token, seen=seen))
-    which = target("small", dtype, machine_isas()[0], 2)
+    which = target("small", dtype, variant, 2)
     which.allocate_cache(num_pages=64, page_size=8)
     sequence = Sequence(pages=list(range(5, 20)))
     if context:
@@ -239,19 +257,21 @@ def test_a_path_of_a_tree_gives_the_bits_of_the_chain(
     output = which.forward(step_batch([(sequence, []), (beside, [1, 2, 3])], page_size=8, trees={0: rows}))
     for index in {0, len(rows) // 2, len(rows) - 1}:
         path = [*(rows[i].token for i in rows[index].seen), rows[index].token]
-        chain = run_whole(target("small", dtype, machine_isas()[0], 1), context + path)
+        chain = run_whole(target("small", dtype, variant, 1), context + path)
         np.testing.assert_array_equal(output.logits[index], chain.logits[-1])
-    chain = run_whole(target("small", dtype, machine_isas()[0], 1), [1, 2, 3])
+    chain = run_whole(target("small", dtype, variant, 1), [1, 2, 3])
     np.testing.assert_array_equal(output.logits[len(rows) :], chain.logits)
 
 
+@pytest.mark.parametrize("variant", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_poisoned_row_is_reported_and_poisons_no_one_else(dtype: str) -> None:
+def test_a_poisoned_row_is_reported_and_poisons_no_one_else(dtype: str, variant: str) -> None:
     weights = dict(weights_of("small"))
     weights["embed_tokens.weight"] = weights["embed_tokens.weight"].copy()
     weights["embed_tokens.weight"][7, 5] = np.nan
-    sick = NativeTarget(MODELS["small"], DictWeights(weights), dtype=dtype, num_threads=2)
-    healthy = target("small", dtype, machine_isas()[0], 2)
+    healthy = target("small", dtype, variant, 2)
+    with forced_isa(variant):
+        sick = NativeTarget(MODELS["small"], DictWeights(weights), dtype=dtype, num_threads=2)
     clean, text = [3, 4, 5, 6], [1, 7, 2]
     sick.allocate_cache(num_pages=4, page_size=16)
     parts = [(Sequence(pages=[1]), clean), (Sequence(pages=[2]), text)]
@@ -262,6 +282,28 @@ def test_a_poisoned_row_is_reported_and_poisons_no_one_else(dtype: str) -> None:
     # The pages of the failed sequence, reused, leave no trace of it.
     again = sick.forward(step_batch([(Sequence(pages=[2]), clean)], page_size=16))
     np.testing.assert_array_equal(again.logits, wanted)
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moved_keys_and_values_give_the_bits_of_those_that_stayed(dtype: str, variant: str) -> None:
+    text = tokens_of("qwen", 40)
+    wanted = run_whole(target("qwen", dtype, variant, 1), text).logits
+    which = target("qwen", dtype, variant, 2)
+    which.allocate_cache(num_pages=64, page_size=5)
+    sequence = Sequence(pages=list(range(3, 11)))
+    which.forward(step_batch([(sequence, text[:-1])], page_size=5))
+    there = Sequence(pages=[2, 30, 41, 12, 50, 10, 60, 20], cached=text[:-1])  # some of them the first one's
+    at = np.arange(39)
+    source = (at + 15).astype(np.int32)
+    # Through slots that nobody owns, so that no step of the move overwrites what a later one reads.
+    beside = (at + 200 - 39).astype(np.int32)
+    aim = (np.array(there.pages)[at // 5] * 5 + at % 5).astype(np.int32)
+    which.move_cache(from_slots=source, to_slots=beside)
+    which.move_cache(from_slots=np.concatenate([beside, aim]), to_slots=np.concatenate([aim, aim]))
+    which.move_cache(from_slots=ints(), to_slots=ints())
+    last = which.forward(step_batch([(there, text[-1:])], page_size=5))
+    np.testing.assert_array_equal(last.logits[0], wanted[-1])
 
 
 def test_logits_are_made_for_the_rows_asked_for_alone() -> None:
@@ -349,6 +391,29 @@ def test_a_batch_that_does_not_fit_is_refused_naming_both_values(
     which.allocate_cache(num_pages=4, page_size=16)
     with pytest.raises(EngineError, match=message):
         which.forward(broken(name, value))
+
+
+def test_slots_outside_the_cache_are_not_moved() -> None:
+    which = NativeTarget(MODELS["small"], DictWeights(weights_of("small")), dtype="float32", num_threads=1)
+    with pytest.raises(EngineError, match="allocate the cache first"):
+        which.move_cache(from_slots=ints(), to_slots=ints())
+    which.allocate_cache(num_pages=2, page_size=16)
+    with pytest.raises(EngineError, match="from_slots: got 0 to 32, allowed is 0 to 31"):
+        which.move_cache(from_slots=ints(0, 32), to_slots=ints(0, 1))
+    with pytest.raises(EngineError, match="to_slots: got -1 to 1, allowed is 0 to 31"):
+        which.move_cache(from_slots=ints(0, 1), to_slots=ints(-1, 1))
+    with pytest.raises(EngineError, match=r"to_slots: got int32 \[1\] contiguous, allowed is int32 \[2\]"):
+        which.move_cache(from_slots=ints(0, 1), to_slots=ints(1))
+
+
+def test_without_memory_for_a_new_cache_the_old_one_is_not_used_any_more() -> None:
+    which = NativeTarget(MODELS["small"], DictWeights(weights_of("small")), dtype="float32", num_threads=1)
+    which.allocate_cache(num_pages=2, page_size=16)
+    with address_space(4 << 30), pytest.raises(CapacityError, match="67108863 pages of 31 tokens needs"):
+        which.allocate_cache(num_pages=2**26 - 1, page_size=31)
+    with pytest.raises(EngineError, match="allocate the cache first"):
+        which.forward(one_sequence([1, 2], page_size=16))
+    run_whole(which, [1, 2])
 
 
 def test_more_rows_than_configured_and_a_missing_cache_are_refused() -> None:

@@ -352,7 +352,9 @@ class NativeDecoder:
         self._library.dspark_decoder_set_ends(self.handle, embedding.handle, head.handle if head else None)
 
     def allocate_cache(self, num_slots: int) -> None:
-        if self._library.dspark_decoder_allocate_cache(self.handle, num_slots):
+        with self.pool.lock:
+            failed = self._library.dspark_decoder_allocate_cache(self.handle, num_slots)
+        if failed:
             raise NativeError(f"no memory for a cache of {num_slots} slots")
 
     def move_cache(self, from_slots: Int32, to_slots: Int32) -> None:

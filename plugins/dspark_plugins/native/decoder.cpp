@@ -167,6 +167,7 @@ void Decoder::move_cache(int num, const int32_t* from, const int32_t* to) {
   for (int l = 0; l < static_cast<int>(layers.size()); ++l) {
     const CacheLayer c = cache_layer(l);
     for (int i = 0; i < num; ++i) {
+      if (from[i] == to[i]) continue;
       const auto key = [&](int slot) {  // of head 0, dimension 0
         return c.keys + int64_t{slot / 16} * kv_heads_ * dim_ * lane + slot % 16 * element;
       };

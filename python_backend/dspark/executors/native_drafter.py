@@ -35,6 +35,7 @@ from dspark.executors.native_target import (
     check_dtype,
     check_pages,
     check_range,
+    check_slots,
     load_decoder,
 )
 from dspark.models.config import WeightSource
@@ -191,9 +192,15 @@ class NativeBlockDrafter:
         Raises:
             CapacityError: when the machine has not that much memory.
         """
-        self._num_slots = num_pages * page_size
+        own = self.max_sequences * self.config.block_size
+        if num_pages < 1 or page_size < 1 or num_pages * page_size + own >= 2**31:
+            raise CapacityError(
+                f"a cache of {num_pages} pages of {page_size} tokens beside {own} of running blocks: "
+                "allowed are 1 to 2^31 - 1 tokens in all"
+            )
+        self._num_pages, self._num_slots = 0, num_pages * page_size  # the old cache is gone in any case
         try:
-            self._decoder.allocate_cache(self._num_slots + self.max_sequences * self.config.block_size)
+            self._decoder.allocate_cache(self._num_slots + own)
         except NativeError as error:
             need = num_pages * self.cache_page_bytes(page_size)
             raise CapacityError(
@@ -218,7 +225,7 @@ class NativeBlockDrafter:
             )
         check_array("positions", positions, (num_rows,))
         check_array("slots", slots, (num_rows,))
-        check_range("slots", slots, 0, self._num_slots - 1)
+        check_slots(slots, self._num_slots)
         check_range("positions", positions, 0, 2**24)
         self._rope.reach(int(positions.max()) + 1)
         self._decoder.append(
@@ -251,8 +258,7 @@ class NativeBlockDrafter:
         """
         num_sequences, block_size = len(batch.anchors), self.config.block_size
         check_array("num_drafts", num_drafts, (num_sequences,))
-        if not num_sequences:
-            raise EngineError(f"anchors: got 0 blocks, allowed is 1 to {self.max_sequences} (max_sequences)")
+        self._check_count(num_sequences)
         check_range("num_drafts", num_drafts, 1, block_size)
         steps = int(num_drafts.max())
         logits = self._scratch_logits(num_sequences, steps)
@@ -292,6 +298,7 @@ class NativeBlockDrafter:
         """
         num_sequences = len(batch.anchors)
         check_array("num_nodes", num_nodes, (num_sequences,))
+        self._check_count(num_sequences)
         check_range("num_nodes", num_nodes, 1, 2**16)
         if not (1 <= width <= 64 and 1 <= branch <= 16):
             raise EngineError(f"width, branch: got {width}, {branch}, allowed are 1 to 64 and 1 to 16")
@@ -348,8 +355,7 @@ class NativeBlockDrafter:
         """
         num_sequences, block_size, vocab = len(batch.anchors), self.config.block_size, self._draft_vocab_size
         check_array("num_drafts", num_drafts, (num_sequences,))
-        if not num_sequences:
-            raise EngineError(f"anchors: got 0 blocks, allowed is 1 to {self.max_sequences} (max_sequences)")
+        self._check_count(num_sequences)
         check_range("num_drafts", num_drafts, 1, block_size)
         steps = int(num_drafts.max())
         size, shape = num_sequences * steps * vocab, (num_sequences, steps, vocab)
@@ -444,13 +450,16 @@ class NativeBlockDrafter:
         if not self._num_pages:
             raise EngineError("the drafter's cache: allocate_cache comes before the first call")
 
-    def _check(self, batch: DraftBatch) -> None:
-        self._need_cache()
-        num_sequences = len(batch.anchors)
+    def _check_count(self, num_sequences: int) -> None:
         if not 1 <= num_sequences <= self.max_sequences:
             raise EngineError(
                 f"anchors: got {num_sequences} blocks, allowed is 1 to {self.max_sequences} (max_sequences)"
             )
+
+    def _check(self, batch: DraftBatch) -> None:
+        self._need_cache()
+        num_sequences = len(batch.anchors)
+        self._check_count(num_sequences)
         check_array("anchors", batch.anchors, (num_sequences,))
         check_array("anchor_positions", batch.anchor_positions, (num_sequences,))
         check_array("context_len", batch.context_len, (num_sequences,))

@@ -30,7 +30,15 @@ from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput
 from dspark.models.config import DecoderConfig, TargetConfig, WeightSource
 from dspark.models.rope import inverse_frequencies
 
-__all__ = ["NativeTarget", "check_array", "check_dtype", "check_pages", "check_range", "load_decoder"]
+__all__ = [
+    "NativeTarget",
+    "check_array",
+    "check_dtype",
+    "check_pages",
+    "check_range",
+    "check_slots",
+    "load_decoder",
+]
 
 
 def check_dtype(dtype: str) -> None:
@@ -131,6 +139,7 @@ class NativeTarget:
             raise CapacityError(
                 f"a cache of {num_pages} pages of {page_size} tokens: allowed are 1 to 2^31 - 1 tokens"
             )
+        self._num_pages = 0  # the old cache is gone whether or not there is memory for the new one
         try:
             self._decoder.allocate_cache(num_pages * page_size)
         except NativeError as error:
@@ -144,8 +153,9 @@ class NativeTarget:
         """Copy K/V of every layer from slot to slot [N], one after the other in order.
 
         Raises:
-            EngineError: slots outside the cache.
+            EngineError: no cache yet, or slots outside it.
         """
+        self._need_cache()
         check_array("from_slots", from_slots, (len(from_slots),))
         check_array("to_slots", to_slots, (len(from_slots),))
         for name, slots in (("from_slots", from_slots), ("to_slots", to_slots)):
@@ -201,9 +211,12 @@ class NativeTarget:
         )
         return TargetOutput(logits=logits, argmax=argmax, finite=finite, features=features)
 
-    def _check(self, batch: StepBatch) -> None:
+    def _need_cache(self) -> None:
         if not self._num_pages:
-            raise EngineError("forward before allocate_cache: allocate the cache first")
+            raise EngineError("the target has no cache: allocate the cache first")
+
+    def _check(self, batch: StepBatch) -> None:
+        self._need_cache()
         num_rows, num_sequences = batch.tokens.size, batch.context_len.size
         if not 1 <= num_rows <= self.max_rows:
             raise EngineError(f"tokens: got {num_rows} rows, allowed is 1 to {self.max_rows} (max_rows)")
@@ -216,12 +229,7 @@ class NativeTarget:
         check_array("page_table", batch.page_table, (num_sequences, None))
         check_range("tokens", batch.tokens, 0, self.config.vocab_size - 1)
         check_range("positions", batch.positions, 0, self.config.max_context_len - 1)
-        check_range("slots", batch.slots, 0, self._num_pages * self._page_size - 1)
-        slots = batch.slots.tolist()
-        if len(set(slots)) != len(slots):
-            raise EngineError(
-                f"slots: got {len(slots)} with {len(set(slots))} different, allowed is each once"
-            )
+        check_slots(batch.slots, self._num_pages * self._page_size)
         lengths = np.diff(batch.query_start)
         if batch.query_start[0] != 0 or batch.query_start[-1] != num_rows or lengths.min() < 0:
             raise EngineError(
@@ -251,10 +259,20 @@ def check_array(name: str, array: npt.NDArray[np.int32], shape: tuple[int | None
 
 
 def check_range(name: str, array: npt.NDArray[np.int32], low: int, high: int) -> None:
-    """Raise EngineError unless every value is in [low, high]."""
+    """Raise EngineError unless every value is in [low, high]; no values are fine."""
+    if not array.size:
+        return
     smallest, largest = int(array.min()), int(array.max())
     if smallest < low or largest > high:
         raise EngineError(f"{name}: got {smallest} to {largest}, allowed is {low} to {high}")
+
+
+def check_slots(slots: Int32, num_slots: int) -> None:
+    """Raise EngineError unless each row is written to a slot of its own in the cache."""
+    check_range("slots", slots, 0, num_slots - 1)
+    different = len(set(slots.tolist()))
+    if different != slots.size:
+        raise EngineError(f"slots: got {slots.size} with {different} different, allowed is each once")
 
 
 def check_pages(page_table: Int32, context_len: Int32, *, num_pages: int, page_size: int) -> None:
