@@ -12,6 +12,7 @@ from dspark.calibration.online import OnlineCalibrator
 from dspark.calibration.tree import BlockCalibrator
 from dspark.capacity import starting_curve
 from dspark.config import ENGINE_EXECUTORS, ServeConfig
+from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
@@ -161,7 +162,7 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     curve = None
     if outline.block_size and parse_policy(config.policy, block_size=outline.block_size).needs_cost:
         curve = _curve(config, pair, spec=spec, limits=limits, base=base, progress=progress)
-    if config.prompt_lookup and isinstance(drafter, DSparkDrafter):
+    if config.prompt_lookup and isinstance(drafter, (DSparkDrafter, AutoregressiveDrafter)):
         drafter = LookupDrafter(drafter)  # measured without: a look-up is no pass
         progress("prompt look-up before the drafter")
     return Engine(

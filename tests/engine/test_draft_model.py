@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dspark.drafters.loading import peek_drafter
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
 from dspark.models.hf import HfTarget
 from dspark.models.loading import load_target
 from dspark.request import Request
+from dspark.serving.checks import load_checked_config
 from dspark_plugins.native import native_available
 from support.engines import answers, make_engine, make_request, run
 from support.samples import assert_samples_follow_the_target
@@ -228,3 +229,42 @@ def test_the_native_drafter_is_int8_unless_told_otherwise(target: Path) -> None:
     run(engine, [make_request(prompt) for prompt in PROMPTS])
     stats = engine.stats()
     assert np.float64(stats.num_accepted_tokens) / stats.num_draft_tokens > 0.8
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_look_up_before_a_draft_model_changes_no_answer(
+    target: Path, drafters: dict[str, Path], executor: str
+) -> None:
+    requests = [make_request(prompt, max_tokens=60) for prompt in PROMPTS]
+    plain = answers(make_engine(target, executor=executor), requests)
+    for drafter, policy in (("itself", "fixed:5"), ("stranger", "fixed:5"), ("stranger", "auto")):
+        engine = make_engine(
+            target,
+            drafter=drafters[drafter],
+            policy=policy,
+            prompt_lookup=True,
+            executor=executor,
+            drafter_dtype="float32",
+        )
+        assert engine.drafter.name == "draft_model+ngram"
+        done = run(engine, requests)
+        assert [one.token_ids for one in done] == plain
+        assert engine.stats().num_drafter_faults == 0
+    engine = make_engine(target, drafter=target, policy="fixed:5", prompt_lookup=True)
+    for one in run(engine, [make_request([7, 1, 2, 3, 4] * 6, max_tokens=30, temperature=1.5)]):
+        assert any(step.accepted == step.verify_len == 5 for step in one.steps), (
+            "it drafts behind look-ups, too"
+        )
+
+
+def test_settings_take_a_models_file_as_drafter_and_no_other(
+    tmp_path: Path, target: Path, drafters: dict[str, Path]
+) -> None:
+    given = {"target": str(target), "drafter": str(drafters["gguf"]), "num_draft_tokens": "3"}
+    config = load_checked_config(None, given, base=tmp_path, environ={})
+    assert (config.drafter, config.num_draft_tokens) == (str(drafters["gguf"]), 3)
+    (tmp_path / "model.bin").write_bytes(b"x")
+    wrong = {**given, "drafter": str(tmp_path / "model.bin"), "num_draft_tokens": "0"}
+    with pytest.raises(ConfigError) as refused:
+        load_checked_config(None, wrong, base=tmp_path, environ={})
+    assert all(word in str(refused.value) for word in ("model.bin", "num_draft_tokens"))

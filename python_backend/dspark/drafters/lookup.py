@@ -1,4 +1,4 @@
-"""A trained drafter that first looks whether the text repeats itself.
+"""A drafter with a model that first looks whether the text repeats itself.
 
 Where the text's end occurred before, what followed then is free and often right for a whole block (edits, quotes,
 code): those sequences are not run through the drafter. All others are. The choice is made from the text alone, so
@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree
 from dspark.drafters.ngram import NgramDrafter
@@ -29,13 +30,14 @@ _ENOUGH = 6  # looked-up tokens worth more than a drafted block: a match of 4 to
 
 
 class LookupDrafter:
-    """Look-up before drafting; a `Drafter` with the block size, caches and features of the trained one."""
+    """Look-up before drafting; a `Drafter` with the block size, caches and features of the one that has a model."""
 
-    def __init__(self, drafter: DSparkDrafter) -> None:
+    def __init__(self, drafter: DSparkDrafter | AutoregressiveDrafter) -> None:
         self.drafter = drafter
         self.name = f"{drafter.name}+ngram"
         self.block_size = drafter.block_size
         self.feature_layer_ids = drafter.feature_layer_ids
+        self.writes_drafts = isinstance(drafter, AutoregressiveDrafter)
         self._lookup = NgramDrafter(block_size=drafter.block_size)
         self._enough = min(_ENOUGH, drafter.block_size)
 
