@@ -46,7 +46,7 @@ from dspark_build.engine_manifest import (
 )
 from dspark_build.engine_profiles import EngineLimits, profile_shapes, profiles_of
 from dspark_build.engine_report import report_text
-from dspark_build.export import ExportJob, export_pair
+from dspark_build.export import ExportJob, check_page_size, export_pair
 from dspark_build.export_inputs import EXPORT_SOURCES, inputs_hash
 from dspark_build.files import write_atomically, write_text
 from dspark_build.folder_lock import locked_folder, remove_abandoned
@@ -93,7 +93,8 @@ def run_engine(args: argparse.Namespace) -> int:
     """
     if args.precision not in _PRECISIONS:
         raise ConfigError(f"--precision: got {args.precision!r}, allowed are {', '.join(_PRECISIONS)}")
-    for option in ("max_batch", "max_tokens", "max_pages", "page_size", "jobs"):
+    check_page_size(args.page_size)
+    for option in ("max_batch", "max_tokens", "max_pages", "jobs"):
         if getattr(args, option) < 1:
             raise ConfigError(
                 f"--{option.replace('_', '-')}: got {getattr(args, option)}, allowed is 1 or more"

@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from dspark.errors import ConfigError, EngineError
 from dspark.executors.tensorrt_bindings import Binding
+from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.tensorrt.driver import DriverLauncher
 from dspark_plugins.tensorrt.plugin import NAMESPACE, register, trt
 
@@ -62,14 +63,16 @@ def check_architecture(sm: int, precision: str) -> None:
     """
     known = known_architectures()
     if known and sm not in known:
-        allowed = ", ".join(str(one) for one in known)
+        allowed = ", ".join(str(one) for one in known if one in CHIPS)
         raise ConfigError(
             f"--sm: got {sm}, which {tensorrt_version()} cannot build for; allowed are {allowed}"
         )
     if not known:
         _check_at_hand(sm)
     if precision == "bf16" and sm < 80:
-        raise ConfigError(f"--precision: got 'bf16', which sm {sm} does not have; allowed are fp16, fp32")
+        raise ConfigError(
+            f"--precision: got 'bf16', which sm {sm} does not have; allowed with it is --sm 80 or more"
+        )
 
 
 def _check_at_hand(sm: int) -> None:

@@ -38,9 +38,10 @@ from dspark_build.files import write_text
 from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import ProgressLine, say
 
-__all__ = ["ExportJob", "add_export_arguments", "export_pair", "run_export"]
+__all__ = ["ExportJob", "add_export_arguments", "check_page_size", "export_pair", "run_export"]
 
 _PRECISIONS = get_args(Precision)
+_LARGEST_PAGE = 4096  # tokens; what the setting page_size takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,7 @@ def run_export(args: argparse.Namespace) -> int:
     """
     if args.precision not in _PRECISIONS:
         raise ConfigError(f"--precision: got {args.precision!r}, allowed are {', '.join(_PRECISIONS)}")
-    if args.page_size < 1:
-        raise ConfigError(f"--page-size: got {args.page_size}, allowed is 1 or more")
+    check_page_size(args.page_size)
     for module in ("onnx", "ml_dtypes"):
         if find_spec(module) is None:
             raise ConfigError(f"exporting needs {module}: pip install 'dspark-triton[export]'")
@@ -104,6 +104,12 @@ def run_export(args: argparse.Namespace) -> int:
         args.out,
     )
     return 0
+
+
+def check_page_size(page_size: int) -> None:
+    """Refuse pages that no server takes. Raises ConfigError."""
+    if not 1 <= page_size <= _LARGEST_PAGE:
+        raise ConfigError(f"--page-size: got {page_size}, allowed is 1 to {_LARGEST_PAGE}")
 
 
 def export_pair(job: ExportJob, out: Path) -> ExportManifest:

@@ -84,7 +84,8 @@ def test_an_export_is_whole_and_done_once(
     ("options", "words"),
     [
         (("--precision", "int8"), ("--precision", "int8", "fp32, fp16, bf16")),
-        (("--page-size", "0"), ("--page-size", "got 0", "1 or more")),
+        (("--page-size", "0"), ("--page-size", "got 0", "1 to 4096")),
+        (("--page-size", "99999999999999999999"), ("--page-size", "got 9999", "1 to 4096")),
         (("--drafter", "ngram"), ("--drafter", "ngram", "none or the folder")),
         (("--target", "other"), ("target", "drafter")),
         (("--out", "a_file"), ("--out", "a_file", "must be a folder")),

@@ -213,10 +213,11 @@ def test_unchanged_inputs_are_nothing_to_do(home: Path, capsys: pytest.CaptureFi
     ("option", "value", "told"),
     [
         ("sm", "blackwell", "--sm: got 'blackwell', allowed is one of 80, 86"),
-        ("sm", "90", "--sm: got 90, which tensorrt_rtx"),
+        ("sm", "90", "cannot build for; allowed are 80, 86, 89, 120\n"),
         ("sm", "75", "--sm: got 75, for which there are no kernels"),
         ("precision", "fp8", "--precision: got 'fp8', allowed are fp32, fp16, bf16"),
         ("max-batch", "0", "--max-batch: got 0, allowed is 1 or more"),
+        ("page-size", "1000000000000", "--page-size: got 1000000000000, allowed is 1 to 4096"),
         ("max-pages", "99999999", "--max-batch, --max-pages: kv_cache.0 would have"),
         ("drafter", "foreign", "target_hash: the drafter was made for 0123"),
         ("drafter", "nowhere", "--drafter: must be none or the folder of a checkpoint, got"),
