@@ -18,6 +18,7 @@ from dspark.executors.native_drafter import NativeBlockDrafter
 from dspark.executors.native_target import NativeTarget
 from dspark.executors.torch_drafter import TorchBlockDrafter
 from dspark_plugins.native import native_available, native_unavailable_reason
+from dspark_plugins.native.binding import ISAS
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import DictWeights, random_weights, tiny_config
 
@@ -158,7 +159,7 @@ def test_the_fused_greedy_block_draws_what_single_steps_draw(tmp_path: Path, kin
         np.testing.assert_array_equal(block.tokens[:, k], previous)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["gated", "rnn_reduced", "no_head_window"])
 def test_neighbours_pages_chunks_and_threads_change_no_bit(

@@ -17,7 +17,7 @@ from dspark.executors.native_drafter import NativeBlockDrafter
 from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark_plugins.native import native_available, native_unavailable_reason
-from dspark_plugins.native.binding import NativeHead, Pool
+from dspark_plugins.native.binding import ISAS, NativeHead, Pool
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import tiny_config
 
@@ -157,7 +157,7 @@ def test_drafts_and_q_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_large_vocabulary(isa: str, reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPARK_NATIVE_ISA", isa)
     rng = np.random.default_rng(3)

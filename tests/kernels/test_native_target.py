@@ -17,6 +17,7 @@ from dspark.executors.interface import StepBatch, TargetOutput
 from dspark.executors.native_target import NativeTarget
 from dspark.models.config import RopeConfig, TargetConfig
 from dspark_plugins.native import isa, native_available, native_unavailable_reason
+from dspark_plugins.native.binding import ISAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.native_batches import Row, Sequence, one_sequence, reference_logits, step_batch
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = ("float32", "bfloat16", "int8")
-ISAS = ("avx512", "avx2", "portable")
 # Odd sizes on purpose: widths that fill no panel, heads below and above a vector, groups of 1 to 5 heads.
 MODELS: dict[str, TargetConfig] = {
     "small": tiny_config(max_context_len=2048),
@@ -325,6 +325,12 @@ def test_argmax_takes_the_lowest_id_among_equals() -> None:
     assert run_whole(which, [1, 2, 3]).argmax.tolist() == [0, 0, 0]
 
 
+def test_int8_of_avxvnni_has_the_bits_of_avx2() -> None:
+    text = tokens_of("wide", 50)
+    plain = run_whole(target("wide", "int8", "avx2", 1), text)
+    np.testing.assert_array_equal(run_whole(target("wide", "int8", "avxvnni", 1), text).logits, plain.logits)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_and_head_are_the_weights_themselves_and_held_once_when_tied(dtype: str) -> None:
     which = target("wide", dtype, machine_isas()[0], 1)
@@ -445,7 +451,9 @@ def test_what_cannot_be_loaded_is_refused_naming_both_values(monkeypatch: pytest
     with pytest.raises(ConfigError, match="4 heads, 3 key heads"):
         NativeTarget(odd, DictWeights(weights), dtype="float32")
     monkeypatch.setenv("DSPARK_NATIVE_ISA", "neon")
-    with pytest.raises(ConfigError, match="DSPARK_NATIVE_ISA is 'neon', allowed are avx512, avx2, portable"):
+    with pytest.raises(
+        ConfigError, match="DSPARK_NATIVE_ISA is 'neon', allowed are avx512, avxvnni, avx2, portable"
+    ):
         NativeTarget(config, DictWeights(weights_of("small")), dtype="float32")
     monkeypatch.delenv("DSPARK_NATIVE_ISA")
     which = target("small", "float32", machine_isas()[0], 1)

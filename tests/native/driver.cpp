@@ -1,5 +1,5 @@
 // Drives the native library the way the executors do, for builds under sanitizers: every weight type, every instruction
-// set of the machine, chains, trees, blocks, heads, and pools that come and go. Exits 1 when a bit differs.
+// set of the machine, chains, trees, moved caches, blocks, heads, drawn drafts, and pools that come and go. Exits 1 when a bit differs.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dspark_native.h"
+#include "dspark_tree.h"
 
 namespace {
 
@@ -139,7 +140,19 @@ class Model {
     return logits;
   }
 
-  std::vector<float> block(int kind) {
+  // Copy tokens [0, count) of a sequence to other pages, in two calls, some slots onto themselves.
+  void move(int from_page, int to_page, int count) {
+    std::vector<int32_t> from, to;
+    for (int at = 0; at < count; ++at) {
+      from.push_back(from_page * kPage + at);
+      to.push_back(to_page * kPage + at);
+    }
+    dspark_decoder_move_cache(decoder_, 0, from.data(), to.data());
+    dspark_decoder_move_cache(decoder_, count, from.data(), to.data());
+    dspark_decoder_move_cache(decoder_, count, to.data(), to.data());
+  }
+
+  std::vector<float> block(int kind, bool reduced) {
     std::vector<float> features(20 * 2 * kHidden, 0.25f);
     std::vector<int32_t> positions(20), slots(20);
     for (int i = 0; i < 20; ++i) positions[static_cast<size_t>(i)] = slots[static_cast<size_t>(i)] = i;
@@ -155,6 +168,7 @@ class Model {
     const int32_t starts[3] = {0, kBlock, rows}, contexts[2] = {20, 0}, pages[6] = {0, 1, 2, -1, -1, -1};
     const int32_t anchors[2] = {4, 9};
     std::vector<float> hidden(rows * kHidden), logits(rows * kVocab), rated(rows);
+    std::vector<float> logits_out;
     std::vector<int32_t> drawn(rows);
     std::vector<uint8_t> finite(rows);
     DSparkPass p{};
@@ -180,6 +194,15 @@ class Model {
     c.rank = kind == DSPARK_HEAD_NONE ? 0 : kRank;
     c.kind = kind;
     c.draft_vocab_size = kVocab;
+    std::vector<int32_t> ids(kVocab), previous(3 * kVocab, kVocab - 1);
+    for (int e = 0; e < kVocab; ++e) {
+      ids[static_cast<size_t>(e)] = 3 * e + 1;
+      previous[static_cast<size_t>(3 * e + 1)] = e;
+    }
+    if (reduced) {
+      c.draft_to_target = ids.data();
+      c.previous_to_row = previous.data();
+    }
     c.confidence_sees_previous = kind != DSPARK_HEAD_NONE;
     c.w1 = w1_.data();
     c.mix_bias = bias_.data();
@@ -193,15 +216,70 @@ class Model {
       dspark_head_step(head, 2, anchors, hidden.data(), state.data(), bias.data());
     }
     dspark_head_greedy(head, 2, kBlock, anchors, hidden.data(), logits.data(), drawn.data(), finite.data(), rated.data());
-    const DSparkSampling samplings[2] = {{7, 1.0, 1.0f, -INFINITY, 0, 1, 9, 9}, {~0ull, 0.8, 2.0f, -3.0f, 20, 0, 5, 5}};
+    // Both draws, with and without the noise of all tokens at once, cut and whole, and an arg-max beside them.
+    const DSparkSampling ways[] = {{7, 1.0, 1.0f, -INFINITY, 0, 1, 9, 9},   {~0ull, 0.8, 2.0f, -3.0f, 20, 0, 5, 5},
+                                   {5, 0.9, 0.5f, -INFINITY, 10, 1, 0, 0},  {6, 1.0, 1.0f, -INFINITY, 0, 0, 3, 1},
+                                   {8, 0.01, 1.0f, -INFINITY, 0, 1, 2, 2},  {9, 1.0, 0.0f, -INFINITY, 0, 0, 2, 2}};
     std::vector<double> probs(2 * kBlock * kVocab);
     std::vector<int32_t> entries(probs.size()), kept(2 * kBlock);
-    dspark_head_sample(head, 2, kBlock, anchors, hidden.data(), logits.data(), samplings, drawn.data(), finite.data(),
-                       rated.data(), probs.data(), entries.data(), kept.data());
-    for (int i = 0; i < 2 * kBlock; ++i) logits.push_back(static_cast<float>(drawn[static_cast<size_t>(i)]));
+    for (int w = 0; w < 6; w += 2) {
+      std::vector<float> base(logits);
+      dspark_head_sample(head, 2, kBlock, anchors, hidden.data(), base.data(), ways + w, drawn.data(), finite.data(),
+                         rated.data(), probs.data(), entries.data(), kept.data());
+      for (int i = 0; i < rows; ++i) {
+        const double* q = probs.data() + i * kVocab;
+        logits_out.push_back(static_cast<float>(drawn[static_cast<size_t>(i)]));
+        for (int e = 0; e < kept[static_cast<size_t>(i)]; ++e) logits_out.push_back(static_cast<float>(q[e]));
+      }
+    }
+    if (kind <= DSPARK_HEAD_VANILLA) {
+      for (float value : tree(c, anchors, hidden, logits)) logits_out.push_back(value);
+    }
+    logits_out.insert(logits_out.end(), logits.begin(), logits.end());
     dspark_head_confidence(head, 2, anchors, hidden.data(), rated.data());
     dspark_head_destroy(head);
-    return logits;
+    return logits_out;
+  }
+
+  // Trees of both blocks, twice from the same handle, the second time smaller.
+  std::vector<float> tree(const DSparkHeadConfig& config, const int32_t* anchors, const std::vector<float>& hidden,
+                          const std::vector<float>& logits) {
+    void* tree = dspark_tree_create(&config, pool_);
+    std::vector<float> out;
+    for (int most : {40, 3}) {
+      std::vector<int32_t> tokens(2 * 40), parents(2 * 40), depths(2 * 40), ranks(2 * 40), count(2);
+      std::vector<float> log_q(2 * 40), rating(2 * 40);
+      DSparkTreeCall call{};
+      call.num_sequences = 2;
+      call.steps = most == 3 ? 2 : kBlock;
+      call.width = 5;
+      call.branch = most == 3 ? 1 : 4;
+      call.max_nodes = most;
+      call.anchors = anchors;
+      call.hidden = hidden.data();
+      call.logits = logits.data();
+      call.tokens = tokens.data();
+      call.parents = parents.data();
+      call.depths = depths.data();
+      call.ranks = ranks.data();
+      call.log_q = log_q.data();
+      call.rating = most == 3 ? nullptr : rating.data();
+      call.num_nodes = count.data();
+      dspark_tree_build(tree, &call);
+      for (int i = 0; i < 2; ++i) {
+        if (count[static_cast<size_t>(i)] < 1) ++failures;
+        for (int k = 0; k < count[static_cast<size_t>(i)]; ++k) {
+          const size_t at = static_cast<size_t>(i * most + k);
+          if (parents[at] >= k) ++failures;
+          out.push_back(static_cast<float>(tokens[at]));
+          out.push_back(static_cast<float>(parents[at]));
+          out.push_back(log_q[at]);
+          out.push_back(rating[at]);
+        }
+      }
+    }
+    dspark_tree_destroy(tree);
+    return out;
   }
 
   std::vector<float> rows_and_product() {
@@ -233,9 +311,13 @@ void compare(int dtype, const char* isa) {
   expect_same(whole, four.chain(0, 0, 300), name + ": threads");
   expect_same(one.chain(40, 0, 20), four.chain(61, 0, 20), name + ": pages");
   expect_same(one.chain(40, 20, 31), four.chain(61, 20, 31, true), name + ": tree of one path");
+  four.move(61, 40, 51);
+  expect_same(one.chain(40, 51, 2), four.chain(40, 51, 2), name + ": moved cache");
   for (int i = 0; i < 20; ++i) expect_same(one.chain(0, 299, 1), four.chain(0, 299, 1), name + ": split attention");
   for (int kind = DSPARK_HEAD_NONE; kind <= DSPARK_HEAD_RNN; ++kind) {
-    expect_same(one.block(kind), four.block(kind), name + ": block");
+    for (bool reduced : {false, true}) {
+      expect_same(one.block(kind, reduced), four.block(kind, reduced), name + ": block");
+    }
   }
   expect_same(one.rows_and_product(), four.rows_and_product(), name + ": product");
 }
@@ -243,7 +325,7 @@ void compare(int dtype, const char* isa) {
 }  // namespace
 
 int main() {
-  for (const char* isa : {"portable", "avx2", "avx512"}) {
+  for (const char* isa : {"portable", "avx2", "avxvnni", "avx512"}) {
     if (std::strcmp(dspark_isa(isa), isa) != 0) continue;
     for (int dtype : {0, 1, 2}) compare(dtype, isa);
   }

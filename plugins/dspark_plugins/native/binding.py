@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 __all__ = [
     "DTYPES",
+    "ISAS",
     "Arena",
     "DecoderShape",
     "Matrix",
@@ -42,7 +43,7 @@ _ROW_KINDS = {"plain": 0, "gate": 1, "up": 2}
 _MATRIX_ROLES = {"qkv": 0, "output": 1, "gate_up": 2, "down": 3}
 _NORM_ROLES = {"input": 0, "post": 1, "q": 2, "k": 3, "final": 4}
 CHAIN, MASK, BLOCK = 0, 1, 2  # what a row sees of its own sequence's rows
-_ISAS = ("avx512", "avx2", "portable")
+ISAS = ("avx512", "avxvnni", "avx2", "portable")
 
 
 class NativeError(Exception):
@@ -188,13 +189,13 @@ def _wanted_isa() -> bytes | None:
     wanted = os.environ.get("DSPARK_NATIVE_ISA")
     if wanted is None:
         return None
-    if wanted not in _ISAS:
-        raise NativeError(f"DSPARK_NATIVE_ISA is {wanted!r}, allowed are {', '.join(_ISAS)}")
+    if wanted not in ISAS:
+        raise NativeError(f"DSPARK_NATIVE_ISA is {wanted!r}, allowed are {', '.join(ISAS)}")
     return wanted.encode()
 
 
 def isa() -> str:
-    """Return the instruction set in use: avx512, avx2 or portable (DSPARK_NATIVE_ISA forces a lower one)."""
+    """Return the instruction set in use, one of ISAS (DSPARK_NATIVE_ISA forces a lower one)."""
     name: bytes = _load().dspark_isa(_wanted_isa())
     return name.decode()
 

@@ -75,6 +75,7 @@ def units() -> tuple[Variant, ...]:
     """Return what is compiled: the kernels once per instruction set, everything else for the baseline."""
     kernels = (
         Variant("kernels.cpp", "kernels_avx512", ("-DDSPARK_ISA_AVX512", *_AVX512)),
+        Variant("kernels.cpp", "kernels_avxvnni", ("-DDSPARK_ISA_AVXVNNI", "-mavx2", "-mfma")),
         Variant("kernels.cpp", "kernels_avx2", ("-DDSPARK_ISA_AVX2", "-mavx2", "-mfma")),
         Variant("kernels.cpp", "kernels_portable"),
     )

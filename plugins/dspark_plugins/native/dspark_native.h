@@ -15,7 +15,7 @@ enum { DSPARK_ROWS_PLAIN = 0, DSPARK_ROWS_GATE = 1, DSPARK_ROWS_UP = 2 };
 enum { DSPARK_QKV = 0, DSPARK_OUTPUT = 1, DSPARK_GATE_UP = 2, DSPARK_DOWN = 3 };
 enum { DSPARK_INPUT_NORM = 0, DSPARK_POST_NORM = 1, DSPARK_Q_NORM = 2, DSPARK_K_NORM = 3, DSPARK_FINAL_NORM = 4 };
 
-/* Best of "avx512", "avx2", "portable" that this processor runs, at most `wanted` when it is not null. */
+/* Best of "avx512", "avxvnni", "avx2", "portable" that this processor runs, at most `wanted` when it is not null. */
 DSPARK_API const char* dspark_isa(const char* wanted);
 
 DSPARK_API void* dspark_pool_create(int32_t num_threads, int32_t pin);

@@ -6,6 +6,14 @@
 #include "simd_avx512.hpp"
 #define DSPARK_KERNELS kernels_avx512
 #define DSPARK_NAME "avx512"
+#elif defined(DSPARK_ISA_AVXVNNI)
+#if __has_include(<avxvnniintrin.h>) && !defined(__clang__)  // where the compiler has no name for it this is plain AVX2
+#define DSPARK_VNNI
+#pragma GCC target("avxvnni")
+#endif
+#include "simd_avx2.hpp"
+#define DSPARK_KERNELS kernels_avxvnni
+#define DSPARK_NAME "avxvnni"
 #elif defined(DSPARK_ISA_AVX2)
 #include "simd_avx2.hpp"
 #define DSPARK_KERNELS kernels_avx2

@@ -119,6 +119,7 @@ struct Kernels {
 
 extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avxvnni;
 extern const Kernels kernels_avx512;
 
 }  // namespace dspark

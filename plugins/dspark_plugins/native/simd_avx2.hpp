@@ -1,4 +1,4 @@
-// Sixteen float lanes on AVX2 and FMA: two registers are one `vf`.
+// Sixteen float lanes on AVX2 and FMA: two registers are one `vf`. With DSPARK_VNNI int8 takes AVX-VNNI, to the same bits.
 #pragma once
 #include <immintrin.h>
 
@@ -20,7 +20,11 @@ constexpr int kRowBlockInt8 = 4;  // the same, int8
 constexpr bool kWholeBlocks = true;  // six rows and two beat four and four: eight accumulators wait for each other
 constexpr bool kWideRegisters = false;
 constexpr bool kWideBfloat16 = true;  // bfloat16 is multiplied as float
-constexpr bool kOffsetInt8 = false;   // weight bytes are made signed again
+#if defined(DSPARK_VNNI)
+constexpr bool kOffsetInt8 = true;  // VPDPBUSD takes weight bytes with their offset of 128
+#else
+constexpr bool kOffsetInt8 = false;  // weight bytes are made signed again
+#endif
 
 inline vf vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline vf vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -123,12 +127,16 @@ inline void load_first_or_second(vf& out, const uint8_t* p, int second) {
   out.a = _mm256_castsi256_ps(second ? _mm256_and_si256(w.a, upper) : _mm256_slli_epi32(w.a, 16));
   out.b = _mm256_castsi256_ps(second ? _mm256_and_si256(w.b, upper) : _mm256_slli_epi32(w.b, 16));
 }
+#if defined(DSPARK_VNNI)
+inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) { return _mm256_dpbusd_avx_epi32(acc, bytes, x); }
+#else
 // Exact: |w| <= 127 and |x| <= 127, so a sum of two products fits 16 bits and VPMADDUBSW never saturates.
 inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) {
   const __m256i w = _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+#endif
 inline vi step_int8(vi acc, vw w, const uint8_t* x) {
   const __m256i quad = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
   return {dot4_half(acc.a, w.a, quad), dot4_half(acc.b, w.b, quad)};
