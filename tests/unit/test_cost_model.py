@@ -248,3 +248,37 @@ def test_more_rows_never_cost_less_whatever_was_seen() -> None:
             step(target_tokens=rows, verify_s=odd * (0.010 + 0.0005 * rows) * float(rng.uniform(0.8, 1.2)))
         )
     assert (np.diff(model.verify_s(1, 100)) >= 0).all()
+
+
+def test_a_slope_that_is_half_the_true_one_is_learnt_within_thirty_steps() -> None:
+    """As where drafts are verified now and then: bare anchors, and eight rows more."""
+    rng = np.random.default_rng(5)
+    model = CostModel(
+        CostCurve(target_tokens=(1, 8, 16, 24, 32), verify_s=(0.0063, 0.0071, 0.0079, 0.0091, 0.0119))
+    )
+
+    def true_s(rows: int) -> float:
+        return 0.0085 + 0.0003 * (rows - 16)
+
+    for number in range(30):
+        rows = 24 if number % 3 else 16
+        model.observe(step(target_tokens=rows, verify_s=true_s(rows) * float(np.exp(0.04 * rng.normal()))))
+    model.flush()
+    bare, more = (float(model.verify_s(rows, 1)[0]) for rows in (16, 24))
+    assert bare == pytest.approx(true_s(16), rel=0.03)
+    assert more - bare == pytest.approx(0.0024, rel=0.3)  # the curve had 0.0012
+
+
+def test_slow_first_steps_do_not_bend_the_curve() -> None:
+    model = CostModel(CostCurve(target_tokens=(1, 16, 32), verify_s=(0.006, 0.008, 0.012)))
+    for number in range(40):
+        rows = 16 + 4 * (number % 5)
+        model.observe(
+            step(
+                target_tokens=rows,
+                verify_s=(0.008 + 0.00025 * (rows - 16)) * (1.0 + 2.5 * float(np.exp(-number / 3))),
+            )
+        )
+    model.flush()
+    assert float(model.verify_s(16, 1)[0]) == pytest.approx(0.008, rel=0.05)
+    assert float(model.verify_s(32, 1)[0]) == pytest.approx(0.012, rel=0.05)

@@ -518,3 +518,39 @@ def test_a_machine_whose_steps_vary_by_half_changes_little(num_sequences: int) -
         ).rate
 
     assert noisy("auto") > 0.96 * max(noisy(policy) for policy in ("none", "fixed:5", "fixed:7"))
+
+
+def test_a_curve_that_flatters_drafts_is_seen_through_soon() -> None:
+    """Quick curves have single sizes 10 % off, and a slope between two of them twice as much or half."""
+    kinds = [Kind(mean=1.6, fall=0.1, spread=1.6), Kind(mean=2.0, fall=0.1, spread=1.8), CHAT] * 5 + [CHAT]
+
+    def true_s(rows: int) -> float:
+        return 0.0067 + 0.000137 * min(rows, 16) + 0.0003 * max(rows - 16, 0)
+
+    def rate_of(policy: str, seed: int) -> float:
+        flattering = CostCurve(
+            target_tokens=(1, 8, 16, 24, 32),
+            verify_s=(0.0068, 0.0080, 0.0097, 0.0106, 0.0140),
+            num_blocks=(1, 4),
+            draft_s=(0.0006, 0.0013),
+        )
+        scheduler = make_scheduler(
+            policy,
+            block_size=G,
+            has_confidence=True,
+            cost_model=CostModel(flattering),
+            calibrator=OnlineCalibrator(block_size=G),
+        )
+        return decode(
+            scheduler,
+            kinds,
+            steps=120,
+            block_size=G,
+            verify_s=true_s,
+            draft_s=lambda blocks: 0.00047 + 0.00034 * blocks,
+            noise=0.05,
+            seed=seed,
+        ).rate
+
+    over_plain = [rate_of("auto", seed) / rate_of("none", seed) for seed in range(3)]
+    assert np.mean(over_plain) > 0.97

@@ -1,8 +1,9 @@
 """Which sequences are drafted, and how deep: decided before the drafter runs, for several steps at a time.
 
 A plan is made anew every few steps and when the batch has changed; between plans a step costs a look at what was
-decided. A newcomer is drafted when most are. Sequences that a plan leaves out are drafted now and then all the same,
-to see whether they have become worth it.
+decided. A newcomer is drafted when most are. What a plan leaves out is tried now and then all the same: sequences that
+are not drafted, to see whether they have become worth it, and, where drafting promises little, some steps without it.
+Who always drafts never sees what a pass over bare anchors takes, and an error there decides every plan alike.
 
 Everything here leans on steps that are over, never on the blocks of this one.
 """
@@ -17,7 +18,7 @@ from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, grown,
 from dspark.scheduling.allocation import survival_of
 from dspark.scheduling.interface import Bool, Float64, Int32, Int64
 from dspark.scheduling.planning import MARGIN, plan_drafting
-from dspark.scheduling.single import worth_drafting
+from dspark.scheduling.single import drafting_gain
 from dspark.scheduling.step_costs import StepCosts
 
 __all__ = ["DraftPlanner"]
@@ -26,10 +27,16 @@ _FREE = 0.003  # drafting below this share of the target pass is not worth a tho
 _EVERY, _EVERY_IDLE = 8, 16  # steps that a plan holds at most, and one that drafts nothing
 _CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
-_PROBED, _PROBE_SHARE = 4, 0.01  # most sequences of one probe, and the share of the time that probes may take
+_PROBED, _PROBE_SHARE = (
+    4,
+    0.005,
+)  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
 _DEEPER = 2  # drafts more after a block that was verified whole
+_DOUBTED = 1.2  # times plain decoding: what promises less is compared with steps that draft nothing
+_PLAIN_STEPS = 4  # of one comparison
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps from one comparison to the next at the same load
 
 
 @dataclass(slots=True)
@@ -37,10 +44,18 @@ class _Plan:
     """What was decided for batches with, or without, prompts in the pass."""
 
     drafts: list[bool]  # by row
-    made_at: int = -_EVERY  # step
+    made_at: int = 0  # step
+    holds: int = 0  # steps, at most
     num_eligible: int = 0
     newcomers: bool = True  # are drafted
-    idle: bool = False  # nobody is
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """With steps that draft nothing, at batches of about one size."""
+
+    due_at: int = 0  # step
+    pause: int = _FIRST_PAUSE
 
 
 class DraftPlanner:
@@ -77,6 +92,7 @@ class DraftPlanner:
         self._num_steps = 0
         self._planned_at = 0
         self._probe_credit_s = 0.0
+        self._comparisons: dict[int, _Comparison] = {}  # by the bits of the number of sequences
         self.decay = 0.8  # usual ratio of a_{k+1} to a_k
 
     @property
@@ -107,8 +123,7 @@ class DraftPlanner:
         self._num_steps += 1
         plan = self._plans[prefill_tokens > 0]
         changed = abs(num_eligible - plan.num_eligible)
-        every = _EVERY_IDLE if plan.idle else _EVERY
-        return self._num_steps - plan.made_at >= every or _CHANGED * changed > plan.num_eligible
+        return self._num_steps - plan.made_at >= plan.holds or _CHANGED * changed > plan.num_eligible
 
     def wanted(self, rows: list[int], caps: list[int], *, prefill_tokens: int, whole: bool) -> list[int]:
         """Return the drafts to ask for [R] by the plan that holds; `whole` asks for whole blocks."""
@@ -119,41 +134,73 @@ class DraftPlanner:
 
     def replan(self, rows: list[int], caps: Int32, *, prefill_tokens: int) -> list[int]:
         """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
-        eligible = caps > 0
-        at = np.array(rows, np.int64)
         plan = self._plans[prefill_tokens > 0]
-        plan.made_at, plan.num_eligible = self._num_steps, int(np.count_nonzero(eligible))
-        # What was looked up costs no drafting, and goes on being looked up: it takes no part in the question.
-        counted = eligible & ~np.array([self._looked_up[row] for row in rows], np.bool_)
-        if not counted.any():
-            counted = eligible
-        num_counted = int(np.count_nonzero(counted))
-        num_sequences = len(rows)
-        draft_s = self._costs.model.draft_s_range(num_counted)
+        if plan.holds != _EVERY:  # nothing was drafted, or to compare: now it counts what that took
+            self._costs.learn()
+        counted = self._counted(rows, caps)
+        draft_s = self._costs.model.draft_s_range(int(np.count_nonzero(counted)))
         verify_s, _ = self._costs.seconds(
-            num_sequences=num_sequences,
+            num_sequences=len(rows),
             prefill_tokens=prefill_tokens,
             num_blocks=0,
-            count=num_sequences * self._block_size + 1,
+            count=len(rows) * self._block_size + 1,
         )
-        if self.knows_nothing or draft_s[-1] <= _FREE * verify_s[0]:
+        holds = _EVERY
+        if self.knows_nothing:
+            drafted, holds = counted, 1
+        elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
-            if self.knows_nothing:
-                plan.made_at -= _EVERY  # until something is known
         else:
-            drafted = self._worth(rows, caps, counted, verify_s, draft_s)
-        num_drafted = int(np.count_nonzero(drafted))
-        plan.newcomers, plan.idle = 2 * num_drafted > num_counted, not num_drafted
-        for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
-            plan.drafts[row] = (
-                chosen if asked else True
-            )  # `settle` takes it back once it is looked up no more
+            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s)
+            if not drafted.any():
+                holds = _EVERY_IDLE
+            elif gain < _DOUBTED and not prefill_tokens and self._is_compared(len(rows)):
+                drafted, holds = np.zeros_like(drafted), _PLAIN_STEPS
+        self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=int(np.count_nonzero(caps)))
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
-        return self._probed(at, counted, drafted, draft_s, float(verify_s[0]), passed)
+        if holds == _PLAIN_STEPS:
+            return []
+        return self._probed(np.array(rows, np.int64), counted, drafted, draft_s, float(verify_s[0]), passed)
+
+    def _counted(self, rows: list[int], caps: Int32) -> Bool:
+        """Return for which sequences drafting is the question [R].
+
+        What was looked up costs no drafting, and goes on being looked up: it takes no part, unless nothing else is
+        there.
+        """
+        eligible = caps > 0
+        counted = eligible & ~np.array([self._looked_up[row] for row in rows], np.bool_)
+        return counted if counted.any() else eligible
+
+    def _begin(
+        self,
+        plan: _Plan,
+        rows: list[int],
+        counted: Bool,
+        drafted: Bool,
+        *,
+        holds: int,
+        num_eligible: int,
+    ) -> None:
+        plan.made_at, plan.holds, plan.num_eligible = self._num_steps, holds, num_eligible
+        if holds != _PLAIN_STEPS:  # a comparison says nothing of newcomers
+            plan.newcomers = 2 * int(np.count_nonzero(drafted)) > int(np.count_nonzero(counted))
+        for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
+            plan.drafts[row] = chosen or not asked  # `settle` takes it back once it is looked up no more
+
+    def _is_compared(self, num_sequences: int) -> bool:
+        """Return whether the next steps draft nothing, to see what they take; the pauses between become longer."""
+        comparison = self._comparisons.setdefault(num_sequences.bit_length(), _Comparison())
+        if self._num_steps < comparison.due_at:
+            return False
+        comparison.due_at = self._num_steps + comparison.pause
+        comparison.pause = min(2 * comparison.pause, _LONGEST_PAUSE)
+        return True
 
     def _worth(
         self, rows: list[int], caps: Int32, counted: Bool, verify_s: Float64, draft_s: Float64
-    ) -> Bool:
+    ) -> tuple[Bool, float]:
+        """Return who is worth drafting [R], and how many times plain decoding that promises."""
         num_sequences = len(rows)
         at_most = np.arange(self._block_size, dtype=np.int32) < caps[:, None]
         if self._has_confidence:
@@ -170,14 +217,13 @@ class DraftPlanner:
                 draft_s=draft_s,
                 early_stop=self._early_stop,
             )
-        worth = worth_drafting(
+        gain = drafting_gain(
             samples[:, 0].tolist(),
             verify_s=verify_s.tolist(),
             draft_s=float(draft_s[0]),
-            margin=MARGIN,
             early_stop=self._early_stop,
         )
-        return np.array([worth])
+        return np.array([gain > MARGIN]), gain
 
     def _probed(
         self, rows: Int64, counted: Bool, drafted: Bool, draft_s: Float64, verify_s: float, passed: int

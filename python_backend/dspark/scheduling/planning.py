@@ -13,7 +13,7 @@ from dspark.scheduling.interface import Bool, Float64
 
 __all__ = ["MARGIN", "plan_drafting"]
 
-MARGIN = 1.01  # drafting must promise this much more than not drafting
+MARGIN = 1.04  # drafting must promise this much more than not drafting
 _MANY = 256  # candidates beyond which one sample is enough
 
 
@@ -25,8 +25,8 @@ def plan_drafting(
     verify_s: Float64,
     draft_s: Float64,
     early_stop: bool = False,
-) -> Bool:
-    """Choose the sequences worth drafting.
+) -> tuple[Bool, float]:
+    """Choose the sequences worth drafting, and say how many times the throughput without any is promised.
 
     Tried are all, none, and those whose block is worth more than its own share of the drafting time at the
     throughput of the better of the two.
@@ -40,12 +40,12 @@ def plan_drafting(
         early_stop: drafts are going to be taken only up to the first that does not raise the throughput.
 
     Returns:
-        bool [R].
+        bool [R], and the promise: 1 with nobody.
     """
     none = np.zeros(num_sequences, np.bool_)
     num_eligible = int(eligible.sum())
     if num_eligible == 0:
-        return none
+        return none, 1.0
     plain = num_sequences / float(verify_s[0])
     everyone = samples if num_eligible == num_sequences else samples[:, eligible]
     all_rate, num_kept = _rate(
@@ -66,8 +66,8 @@ def plan_drafting(
     if 0 < num_few < num_eligible:
         few_rate, _ = _rate(samples[:, few], num_sequences, verify_s, float(draft_s[num_few - 1]), early_stop)
         if few_rate > best:
-            chosen = few
-    return chosen
+            best, chosen = few_rate, few
+    return chosen, best / plain if chosen is not none else 1.0
 
 
 def _rate(

@@ -11,30 +11,31 @@ from collections.abc import Sequence
 
 from dspark.scheduling.allocation import MAX_STALLS
 
-__all__ = ["early_stop_len", "lookahead_len", "rates_of", "worth_drafting"]
+__all__ = ["drafting_gain", "early_stop_len", "lookahead_len", "rates_of"]
 
 
-def worth_drafting(
+def drafting_gain(
     samples: Sequence[Sequence[float]],
     *,
     verify_s: Sequence[float],
     draft_s: float,
-    margin: float,
     early_stop: bool,
-) -> bool:
-    """Return whether blocks like these are worth their drafting, as `planning.plan_drafting` decides it.
+) -> float:
+    """Return how many times the throughput without a draft is promised by drafting blocks like these.
+
+    `planning.plan_drafting` asks the same of some sequences.
 
     Arguments:
         samples: survivals [S][G] of earlier blocks.
         verify_s: [>= G+1] seconds of the pass with 0, 1, ... drafts.
         draft_s: seconds of drafting the block.
-        margin: what drafting must promise over plain decoding.
+        early_stop: drafts are going to be taken only up to the first that does not raise the throughput.
     """
     total = 0.0
     for survival in samples:
         rates = _rates(survival, verify_s, draft_s)
         total += rates[early_stop_len(rates)] if early_stop else max(rates)
-    return total / len(samples) > margin / verify_s[0]
+    return total / len(samples) * verify_s[0]
 
 
 def _rates(

@@ -33,6 +33,14 @@ class StepCosts:
     def next_step(self) -> None:
         """Say that a step begins."""
         self._age += 1
+        self._forget_old()
+
+    def learn(self) -> None:
+        """Take in the steps that the model has only gathered so far."""
+        self.model.flush()
+        self._forget_old()
+
+    def _forget_old(self) -> None:
         if self._age >= _KEPT_STEPS or self._version != self.model.version:
             self._version, self._age = self.model.version, 0
             self._kept.clear()
