@@ -68,20 +68,25 @@ def assert_drafted_by_the_formulas(dense: DenseHead, request: Request, done: Com
 def test_drafts_are_those_of_the_formulas(target: Path, heads: dict[str, Path], head: str) -> None:
     dense = DenseHead(heads[head], target)
     engine = make_engine(target, drafter=heads[head], policy="fixed:3", page_size=4)
-    requests = [make_request(prompt, max_tokens=16) for prompt in PROMPTS]
+    requests = [make_request(prompt, max_tokens=12) for prompt in PROMPTS]
     for request, done in zip(requests, run(engine, requests), strict=True):
         assert_drafted_by_the_formulas(dense, request, done)
     assert engine.stats().num_drafter_faults == 0
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("head", [*HEADS, *GOOD])
+@pytest.mark.parametrize(
+    ("head", "executor"),
+    [
+        *((head, "torch") for head in (*HEADS, *GOOD)),
+        *((head, EXECUTORS[-1]) for head in ("eagle3", "good-mtp")),
+    ],
+)
 def test_greedy_speculative_output_equals_plain_output(
     target: Path, heads: dict[str, Path], head: str, executor: str
 ) -> None:
     requests = [make_request(prompt) for prompt in PROMPTS]
     plain = answers(make_engine(target, executor=executor), requests)
-    for policy, length in (("fixed:2", 5), ("fixed:5", 5), ("auto", 3), ("none", 5)):
+    for policy, length in (("fixed:2", 5), ("fixed:5", 5), ("auto", 3)):
         engine = make_engine(
             target, drafter=heads[head], policy=policy, executor=executor, num_draft_tokens=length
         )
@@ -155,8 +160,15 @@ def test_prompts_that_go_on_differently_share_pages_and_draft_by_the_formulas(
     assert engine.stats().num_cached_prompt_tokens == 2 * 40
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("head", ["good-eagle3", "eagle3-reduced", "good-mtp"])
+@pytest.mark.parametrize(
+    ("head", "rule"),
+    [
+        ("good-eagle3", "rejection"),
+        ("good-eagle3", "coupled"),
+        ("eagle3-reduced", "rejection"),
+        ("good-mtp", "rejection"),
+    ],
+)
 def test_sampled_tokens_follow_the_target(target: Path, heads: dict[str, Path], head: str, rule: str) -> None:
     engine = make_engine(target, drafter=heads[head], policy="fixed:2", rule=rule, max_batch_size=256)
     assert_samples_follow_the_target(engine)
