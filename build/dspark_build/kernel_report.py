@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dspark.errors import ConfigError
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.sets import ModelShape
+from dspark_plugins.kernels.signatures import SIGNATURES
 
 from dspark_build.files import write_text
 
@@ -126,9 +127,18 @@ def _form(entry: KernelEntry) -> str:
         words.append(f"rank {c['RANK']}, {c['BLOCK_TILES']} tiles")
     if "TREE" in c:
         words.append("trees" if c["TREE"] else "chains")
-    return ", ".join(
-        [*words, *sorted({kind[1:] for _, kind in entry.arguments if kind in ("*bf16", "*fp16")})]
-    )
+    return ", ".join([*words, *_types(entry)])
+
+
+def _types(entry: KernelEntry) -> Iterator[str]:
+    """Yield in words the types of which a kernel has several forms."""
+    kinds = [kind[1:] for _, kind in SIGNATURES[entry.kernel]]
+    found = {kind: given[1:] for kind, (_, given) in zip(kinds, entry.arguments, strict=True)}
+    own = found.get("weight", found.get("io", ""))
+    if own:
+        yield own
+    if found.get("input", own) != own:
+        yield f"queries and keys {found['input']}"
 
 
 def _roofline(shapes: Sequence[ModelShape]) -> Iterator[str]:

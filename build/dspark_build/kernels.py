@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dspark.errors import CapacityError, CheckpointError, ConfigError
+from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.plans import Variant
 from dspark_plugins.kernels.sets import BLOCK_SIZES, HEADS, SHAPES, variants_for
@@ -94,14 +94,12 @@ def run_kernels(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an unknown architecture, target, precision or head, or no Triton language.
         CapacityError: a kernel needs more shared memory than an architecture has.
+        EngineError: a form that cannot be compiled, such as that of a huge rank.
     """
-    sms = [_known(text, "--sm", {str(sm): sm for sm in CHIPS}) for text in _words(args.sm)]
-    shapes = [_known(name, "--models", SHAPES) for name in _words(args.models)]
-    precisions = [
-        _known(name, "--precision", dict(zip(_PRECISIONS, _PRECISIONS, strict=True)))
-        for name in _words(args.precision)
-    ]
-    heads = [_known(name, "--heads", dict(zip(HEADS, HEADS, strict=True))) for name in _words(args.heads)]
+    sms = _chosen(args.sm, "--sm", {str(sm): sm for sm in CHIPS})
+    shapes = _chosen(args.models, "--models", SHAPES)
+    precisions = _chosen(args.precision, "--precision", {name: name for name in _PRECISIONS})
+    heads = _chosen(args.heads, "--heads", {name: name for name in HEADS})
     blocks = [int(text) if text.isdecimal() else 0 for text in _words(args.block)]
     if min(blocks, default=0) < 1:
         raise ConfigError(f"--block: got {args.block!r}, allowed are whole numbers of 1 or more, with commas")
@@ -141,6 +139,7 @@ def build_kernels(
     Raises:
         CapacityError: a kernel needs more shared memory than an architecture has, the disk is full, or a compiling
             process was ended from outside.
+        EngineError: a form that cannot be compiled.
         ConfigError: another build is at work in the folder, or it cannot be written.
     """
     with locked_folder(out):
@@ -259,7 +258,15 @@ def _end_with_parent() -> None:
 def _compile(variant: Variant, sm: int) -> Any:
     from dspark_plugins.kernels.compilation import compile_kernel
 
-    return compile_kernel(variant, sm)
+    try:
+        return compile_kernel(variant, sm)
+    except (
+        Exception
+    ) as error:  # the compiler's own, of many kinds; some of them do not travel between processes
+        reason = str(error).strip().rpartition("\n")[2][:300]
+        raise EngineError(
+            f"{variant.key}: cannot be compiled for sm {sm}: {type(error).__name__}: {reason}"
+        ) from None
 
 
 def _entry(variant: Variant, sm: int, inputs: str, compiled: Any, out: Path) -> KernelEntry:
@@ -342,7 +349,10 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def _known(name: str, option: str, table: dict[str, T]) -> T:
-    if name not in table:
-        raise ConfigError(f"{option}: got {name!r}, known are {', '.join(table)}")
-    return table[name]
+def _chosen(text: str, option: str, table: dict[str, T]) -> list[T]:
+    """Return what the words of an option name, at least one. Raises ConfigError."""
+    words = _words(text)
+    unknown = [word for word in words if word not in table]
+    if unknown or not words:
+        raise ConfigError(f"{option}: got {(unknown or [text])[0]!r}, known are {', '.join(table)}")
+    return [table[word] for word in words]

@@ -1,19 +1,21 @@
 """Ahead-of-time compilation: no form spills, every form fits its chip, and a folder is always whole.
 
-The forms here are those with the most registers or shared memory of each kernel, on the chips with the least of both;
-`dspark-build kernels` holds all of them to the same.
+The forms here are those with the most registers or shared memory of each kernel in every type, on the chips with the
+least of both; `dspark-build kernels` holds all of them to the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import CheckpointError, ConfigError, EngineError
 from dspark_build import kernels
 from dspark_build.cli import main
+from dspark_plugins.kernels import plans
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.plans import Variant
 from dspark_plugins.kernels.sets import SHAPES, variants_for
@@ -31,12 +33,22 @@ def heaviest(name: str) -> list[Variant]:
     return [*widest.values(), *others.values()]
 
 
+def in_type(name: str, dtype: str) -> list[Variant]:
+    """The widest tiles of whole contexts, of chains and of blocks, in another type."""
+    forms = [v for v in variants_for(SHAPES[name], dtype=dtype) if v.kernel == "attention_kernel"]
+    whole = [v for v in forms if not v.constants["SPLIT"]]
+    widest = {v.constants["MASK"]: v for v in sorted(whole, key=lambda v: int(v.constants["BLOCK_M"]))}
+    return [widest[plans.CHAIN], widest[plans.FULL]]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kernels")
     qwen = {v.key: v for name in ("Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B") for v in heaviest(name)}
     smol = [v for v in heaviest("SmolLM2-135M") if v.kernel in ("attention_kernel", *SMALL)]
-    kernels.build_kernels([*qwen.values(), *smol], SMS, out, num_jobs=2)
+    others = [v for dtype in ("fp16", "fp32") for v in in_type("Qwen3-8B", dtype)]
+    others += in_type("SmolLM2-135M", "fp32")
+    kernels.build_kernels([*qwen.values(), *smol, *others], SMS, out, num_jobs=2)
     return out
 
 
@@ -59,7 +71,10 @@ def test_unchanged_inputs_are_nothing_to_do(folder: Path, capsys: pytest.Capture
 
 
 def forms_of(folder: Path) -> list[Variant]:
-    known = {v.key: v for shape in SHAPES.values() for v in variants_for(shape, dtype="bf16")}
+    types = ("bf16", "fp16", "fp32")
+    known = {
+        v.key: v for shape in SHAPES.values() for dtype in types for v in variants_for(shape, dtype=dtype)
+    }
     return [known[entry.key] for entry in kernels.load_kernel_manifest(folder) if entry.sm == SMS[0]]
 
 
@@ -102,6 +117,9 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
         ("--models", "GPT-9"),
         ("--precision", "fp8"),
         ("--heads", "big"),
+        ("--sm", ""),
+        ("--models", " , "),
+        ("--heads", ""),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(
@@ -127,9 +145,17 @@ def test_tables_need_a_page_with_marks(tmp_path: Path) -> None:
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "H100" in text
 
 
-def test_a_kernel_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
+def test_a_form_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
+    form = next(
+        v for v in variants_for(SHAPES["SmolLM2-135M"], dtype="bf16") if v.kernel == "write_rows_kernel"
+    )
+    huge = dataclasses.replace(form, constants={**form.constants, "BLOCK_ROWS": 1 << 20})
+    with pytest.raises(EngineError, match="write_rows_kernel,.*: cannot be compiled for sm 86: "):
+        kernels.build_kernels([huge], [86], tmp_path / "out", num_jobs=1)
+    assert not list(tmp_path.rglob("*.*"))
 
+
+def test_a_kernel_that_does_not_fit_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = dataclasses.replace(CHIPS[86], shared_per_program=1)
     monkeypatch.setitem(CHIPS, 86, tight)
     form: Any = next(

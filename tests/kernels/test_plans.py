@@ -8,8 +8,9 @@ import pytest
 from dspark_plugins.kernels import plans
 from dspark_plugins.kernels.chips import CHIPS
 from dspark_plugins.kernels.plans import Variant
-from dspark_plugins.kernels.sets import SHAPES, variants_for
+from dspark_plugins.kernels.sets import BLOCK_SIZES, SHAPES, variants_for
 from dspark_plugins.kernels.signatures import MODULES, SIGNATURES, arguments_of
+from dspark_plugins.tensorrt.operations import OPERATIONS
 
 
 @pytest.mark.parametrize("kernel", SIGNATURES)
@@ -29,6 +30,7 @@ def test_signatures_tell_the_arguments_of_the_kernels(kernel: str) -> None:
 def test_every_pass_finds_its_form_in_the_set(name: str, mask: int) -> None:
     shape = SHAPES[name]
     ready = {variant.key for variant in variants_for(shape, dtype="bf16", window=True)}
+    keys = "fp32" if shape.qk_norm else "bf16"
     for rows in [*range(1, 70), 500, 5000]:
         for num_sequences in (1, 3):
             pieces = plans.num_splits(
@@ -40,7 +42,7 @@ def test_every_pass_finds_its_form_in_the_set(name: str, mask: int) -> None:
                     num_kv_heads=shape.num_kv_heads,
                     head_dim=shape.head_dim,
                     dtype="bf16",
-                    input_dtype="bf16",
+                    input_dtype=keys,
                     rows=rows,
                     fixed_rows=0,
                     mask=mask,
@@ -50,6 +52,32 @@ def test_every_pass_finds_its_form_in_the_set(name: str, mask: int) -> None:
                     split=pieces > 1,
                 )
                 assert chosen.key in ready, (rows, chosen.key)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_set_holds_every_form_that_an_engine_of_the_target_stores(name: str, dtype: str) -> None:
+    shape, rank = SHAPES[name], 256
+    ready = {variant.key for variant in variants_for(shape, dtype=dtype, rank=rank)}
+    keys = "fp32" if shape.qk_norm else dtype  # normed queries and keys stay fp32 in the exported graphs
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    cache, ints = (-1, 2, kv_heads, dim), ["i32"] * 10
+    types = [keys, keys, dtype, dtype, *ints]
+    paged = [(-1, heads, dim), (-1, kv_heads, dim), (-1, kv_heads, dim), cache, *[(-1, -1)] * 8]
+    attributes = {"page_size": 16, "scale": 0.1, "window": 0}
+    stored = OPERATIONS["DSparkPagedAttention"](attributes).variants(paged, types)
+    for size in BLOCK_SIZES:
+        rows = [(-1, size, heads, dim), (-1, size, kv_heads, dim), (-1, size, kv_heads, dim), cache]
+        stored += OPERATIONS["DSparkBlockAttention"](attributes).variants([*rows, *[(-1,)] * 10], types)
+        sample = OPERATIONS["DSparkBlockSample"]({"head": 1, "confidence": 2, "mapped": 0, "previous": 0})
+        given = {"base_logits": (-1, size, shape.vocab_size), "hidden": (-1, size, shape.hidden_size)}
+        given |= {"markov_in": (shape.vocab_size, rank), "markov_out": (shape.vocab_size, rank)}
+        act = {"fp32": "fp32", "act": dtype, "i32": "i32", "i64": "i64"}
+        stored += sample.variants(
+            [given.get(port.name, (-1,)) for port in sample.inputs],
+            [act[port.dtype] for port in sample.inputs],
+        )
+    assert {variant.key for variant in stored} <= ready
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -73,7 +101,7 @@ def test_forms_that_differ_have_different_keys() -> None:
     forms = [
         v
         for shape in SHAPES.values()
-        for d in ("bf16", "fp32")
+        for d in ("bf16", "fp16", "fp32")
         for v in variants_for(shape, dtype=d, window=True)
     ]
     by_key: dict[str, Variant] = {}

@@ -73,12 +73,13 @@ def _project(
     stride = hidden_size + (RANK * 2 if HEAD == 3 else RANK)
     row_tiles = (num_rows + 15) // 16
     OUT_TILES: tl.constexpr = (OUT + 63) // 64
+    DEPTH: tl.constexpr = 16 if DOT == "ieee" else 64
     for item in range(pid, row_tiles * OUT_TILES, num_programs):
         row = (item // OUT_TILES) * 16 + tl.arange(0, 16)
         out = (item % OUT_TILES) * 64 + tl.arange(0, 64)
         total = tl.zeros([16, 64], tl.float32)
-        for start in range(0, hidden_size, 64):
-            c = start + tl.arange(0, 64)
+        for start in range(0, hidden_size, DEPTH):
+            c = start + tl.arange(0, DEPTH)
             x_at = (row.to(tl.int64) * hidden_size)[:, None] + c[None, :]
             x = tl.load(hidden + x_at, mask=(row < num_rows)[:, None] & (c < hidden_size)[None, :], other=0.0)
             w_at = (out.to(tl.int64) * stride)[None, :] + (COLUMN + c)[:, None]
@@ -152,8 +153,9 @@ def _score(
         )
         if HEAD > 0:
             bias = tl.zeros([16, BLOCK_V], tl.float32)
-            for start in range(0, RANK, 32):
-                c = start + tl.arange(0, 32)
+            DEPTH: tl.constexpr = 16 if DOT == "ieee" else 32  # without tensor cores 32 spill
+            for start in range(0, RANK, DEPTH):
+                c = start + tl.arange(0, DEPTH)
                 m_at = (block.to(tl.int64) * RANK)[:, None] + c[None, :]
                 m = tl.load(mixed + m_at, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
                 w_at = (entry.to(tl.int64) * RANK)[None, :] + c[:, None]

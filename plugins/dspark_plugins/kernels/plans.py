@@ -102,14 +102,17 @@ def attention(
     Arguments:
         dtype: of values, cache and output: fp16, bf16 or fp32.
         input_dtype: of queries and keys.
-        rows: rows of a typical sequence.
+        rows: rows of a typical sequence; of no account in fp32.
         fixed_rows: rows of every sequence, 0 = ragged.
         mask: CHAIN, TREE or FULL.
     """
-    wide = dtype == "fp32"
-    tile = _tile(fixed_rows or rows, num_heads // num_kv_heads)
+    wide = (
+        dtype == "fp32"
+    )  # products without tensor cores, whose operands fill the registers: least tiles, 8 warps
+    group = num_heads // num_kv_heads
+    tile = _tile(1 if wide else fixed_rows or rows, group)
     if fixed_rows and not split and head_dim > 64:
-        tile = min(tile, max(32, next_power_of_2(num_heads // num_kv_heads)))  # 64 rows of blocks spill
+        tile = min(tile, max(32, next_power_of_2(group)))  # 64 rows of blocks spill
     whole = tile == 32 and not split and not fixed_rows  # with 4 warps the compiler spills on sm 80
     return Variant(
         "attention_kernel",
@@ -119,7 +122,7 @@ def attention(
             "DIM": head_dim,
             "BLOCK_D": max(next_power_of_2(head_dim), 16),
             "BLOCK_M": tile,
-            "BLOCK_N": 16 if head_dim > 64 and wide else 32 if head_dim > 64 or wide else 64,  # no spills
+            "BLOCK_N": 16 if wide else 32 if head_dim > 64 else 64,  # no spills
             "FIXED_ROWS": fixed_rows,
             "MASK": mask,
             "ROPE": rope,
@@ -128,7 +131,7 @@ def attention(
             "SPLIT": split,
             "DOT": "ieee" if wide else "tf32",
         },
-        num_warps=8 if whole or tile == _WIDEST_TILE else 4,  # no spills
+        num_warps=8 if wide or whole or tile == _WIDEST_TILE else 4,  # no spills
         num_stages=3,  # page numbers, then keys and values, one tile ahead
         max_registers=255,
         dtypes={"io": dtype, "input": input_dtype},

@@ -1,4 +1,4 @@
-"""Which kernels a target and its drafter need: every form that the launchers can choose for them.
+"""Which kernels a target and its drafter need: every form that plugins and launchers can choose for them.
 
 Plain numbers, no torch, no Triton language.
 """
@@ -28,13 +28,14 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     vocab_size: int
+    qk_norm: bool = False  # queries and keys are normed: attention takes them in fp32
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        ModelShape("Qwen3-4B", 32, 8, 128, 2560, 151936),
-        ModelShape("Qwen3-8B", 32, 8, 128, 4096, 151936),
+        ModelShape("Qwen3-4B", 32, 8, 128, 2560, 151936, qk_norm=True),
+        ModelShape("Qwen3-8B", 32, 8, 128, 4096, 151936, qk_norm=True),
         ModelShape("Llama-3.1-8B", 32, 8, 128, 4096, 128256),
         ModelShape("SmolLM2-135M", 9, 3, 64, 576, 49152),
     )
@@ -54,7 +55,7 @@ def variants_for(
     """Return the forms for one target and drafter, each once.
 
     Arguments:
-        dtype: fp16, bf16 or fp32, of weights, caches and activations; the target's logits are float32.
+        dtype: fp16, bf16 or fp32, of weights, caches and activations; logits, and normed queries and keys, are fp32.
         block_sizes: drafts of a block, of every drafter that is to be served.
         head: the drafter's sequential head, a key of `HEADS`.
         rank: of that head; 0 only without one.
@@ -68,7 +69,7 @@ def variants_for(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
-            input_dtype=dtype,
+            input_dtype=_input_dtype(shape, dtype),
             rope=True,
         ),
         plans.block_sample(
@@ -78,7 +79,7 @@ def variants_for(
             confidence=1 if head == "none" else 2,
             mapped=False,
             previous=False,
-            dtype=dtype,
+            dtype="fp32",
             weight_dtype=dtype,
             cooperative=True,
         ),
@@ -92,12 +93,16 @@ def variants_for(
     return list({variant.key: variant for variant in found}.values())
 
 
+def _input_dtype(shape: ModelShape, dtype: str) -> str:
+    return "fp32" if shape.qk_norm else dtype
+
+
 def _attention(
     shape: ModelShape, *, dtype: str, block_sizes: Sequence[int], window: bool, trees: bool
 ) -> Iterator[Variant]:
     """Yield the forms of the target's passes (by rows of a typical sequence) and of the drafter's blocks."""
     heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    types = {"dtype": dtype, "input_dtype": dtype}
+    types = {"dtype": dtype, "input_dtype": _input_dtype(shape, dtype)}
     for windowed in (False, True) if window else (False,):
         for mask in (plans.CHAIN, plans.TREE) if trees else (plans.CHAIN,):
             for rows in sorted({1, *(1 + size for size in block_sizes), plans.SPLIT_ROWS, 1024}):
