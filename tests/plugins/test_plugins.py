@@ -190,6 +190,15 @@ def test_schedule() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_memory_that_kernels_were_not_compiled_for_is_refused_by_name() -> None:
+    shifted = torch.zeros(3, dtype=torch.int32)[1:]
+    given = [torch.ones(2, 3), shifted, torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)]
+    with pytest.raises(
+        ValueError, match="DSparkSchedule: num_drafts must lie at a multiple of 16 bytes, got 0x"
+    ):
+        run_plugin("DSparkSchedule", {}, [*given, torch.ones(7)], unknown={0: [0], 1: [0], 4: [0]})
+
+
 def test_a_pass_without_rows_writes_nothing() -> None:
     batch = make_paged_batch([0], [0])
     q, k, v, cache, cos, sin, table, *rest = batch.arguments()

@@ -43,6 +43,7 @@ _DTYPES = {
 }
 _KEPT = 32  # failures
 _ALIGNMENT = 256  # bytes, of every piece of scratch memory
+_POINTER = 16  # bytes; what kernels are compiled for (kernels/signatures.py)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -198,6 +199,11 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.I
     ) -> None:
         given = [_buffer(desc, address) for desc, address in zip(input_desc, inputs, strict=True)]
         made = [_buffer(desc, address) for desc, address in zip(output_desc, outputs, strict=True)]
+        ports = (*self.operation.inputs, *self.operation.outputs)
+        for port, buffer in zip(ports, (*given, *made), strict=True):
+            if buffer.address % _POINTER:  # the kernel would fail, and a later call tell of it
+                told = f"{port.name} must lie at a multiple of {_POINTER} bytes, got {buffer.address:#x}"
+                raise ValueError(f"{self.plugin_name}: {told}")
         scratch = []
         for size in self.operation.scratch([buffer.shape for buffer in given]):
             scratch.append(workspace)
