@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from dspark.engine.engine import Engine
 from dspark.errors import RequestError
+from dspark.generate import complete_all
 from dspark.request import Request, RequestOutput, SamplingParams
+from dspark.sampling.transforms import TokenSampler
 from dspark_plugins.native import native_available
 from support.chi_square import assert_distributed_as
 from support.engines import answers, make_engine, make_request, run
@@ -320,12 +322,28 @@ def test_a_request_that_fails_fails_alone(target: Path) -> None:
         return output
 
     engine.target.forward = forward  # type: ignore[method-assign,assignment]
-    from dspark.generate import complete_all
-
     bad, good = complete_all(engine, [make_request([1, 2]), make_request([3, 4])])
     assert bad.error is not None and "NaN" in str(bad.error)
     assert good.error is None and len(good.token_ids) == 24
     assert engine.stats().pages_held == 0
+
+
+def test_a_fault_of_our_own_in_one_request_is_logged_with_its_place(
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = TokenSampler.commit
+
+    def broken(sampler: TokenSampler, token_ids: list[int]) -> None:
+        commit(sampler, token_ids)
+        if sampler.num_tokens == 7:
+            raise IndexError("out of bounds")
+
+    monkeypatch.setattr(TokenSampler, "commit", broken)
+    bad, good = complete_all(make_engine(target), [make_request([1, 2]), make_request([3], max_tokens=4)])
+    assert isinstance(bad.error, IndexError)
+    assert good.error is None and len(good.token_ids) == 4
+    [record] = [record for record in caplog.records if record.exc_info is not None]
+    assert record.name == "dspark.engine" and record.getMessage() == "request 1 failed"
 
 
 @pytest.mark.skipif(not native_available(), reason="no native executor on this machine")

@@ -141,6 +141,19 @@ def test_history_transforms_apply_at_temperature_zero() -> None:
     assert sampler(temperature=0.0, presence_penalty=0.5).greedy_token(logits, drafted=[1]) == 3
 
 
+@pytest.mark.parametrize("prompt_len", [0, 40, 63, 64, 100])
+def test_penalties_follow_their_definition_however_many_tokens_were_seen(prompt_len: int) -> None:
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
+    vocab_size = 300
+    prompt, answer = list(range(prompt_len)), [*range(50, 250), 60, 249]
+    made = TokenSampler(params, seed=1, prompt_ids=prompt, vocab_size=vocab_size, eos_ids=[EOS])
+    for token in answer:  # one at a time: any of them may be the first that finds no room
+        made.commit([token])
+    logits = row(3, vocab_size)
+    expected = naive_probs(logits, params, prompt, answer, {EOS})
+    np.testing.assert_allclose(made.distribution(logits).dense(vocab_size), expected, atol=2e-6)
+
+
 def test_known_argmax_is_used_only_where_nothing_alters_the_row() -> None:
     logits = row()
     logits[EOS] = 50.0

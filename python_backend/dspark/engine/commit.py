@@ -6,6 +6,7 @@ behind it is never seen by anyone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +19,14 @@ from dspark.engine.log_probs import token_log_probs
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows
+from dspark.errors import DSparkError
 from dspark.executors.interface import Float32, TargetOutput
 from dspark.request import RequestOutput, TokenLogProb
 from dspark.sampling.verification import Verdict
 
 __all__ = ["Committer", "append_tokens"]
+
+log = logging.getLogger("dspark.engine")
 
 
 class Committer:
@@ -100,6 +104,8 @@ class Committer:
             token_ids = tuple(sequence.token_ids[len(sequence.token_ids) - committed :])
             log_probs = _log_probs(sequence, logits, verdict, token_ids)
         except Exception as error:
+            if not isinstance(error, DSparkError):
+                log.exception("request %d failed", sequence.sequence_id)
             sequence.error = error
             self._stats.num_failed += 1
             return None

@@ -76,7 +76,8 @@ class TokenHistory:
             self._grammar.commit(tuple(token for token in token_ids if token not in self._end_set))
         if self._penalised:
             for token_id in token_ids:
-                self._counts[self._entry(token_id)] += 1
+                entry = self._entry(token_id)  # may move the counts
+                self._counts[entry] += 1
 
     def grammar_ends(self, drafted: Sequence[int]) -> bool:
         """Return whether nothing but the end can follow `drafted` uncommitted tokens."""
