@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from dspark.calibration.tree import TreeRater
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.drafters.interface import DraftBlock, DraftTree, TreeExecutor
+from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, TreeExecutor
 from dspark.drafters.tree import grow_trees
 from dspark.engine.engine import Engine
 from dspark.executors.interface import DraftBatch
@@ -56,6 +57,30 @@ def test_greedy_answers_with_trees_equal_plain_ones(
         assert engine.drafter.block_size == SIZE
         assert answers(engine, requests) == plain, policy
         assert [answers(engine, [request])[0] for request in requests] == plain, policy
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_ratings_that_are_not_finite_cost_their_nodes_and_nothing_else(
+    target: Path, drafters: dict[str, Path], executor: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [make_request(prompt, num_draft_tokens=5) for prompt in PROMPTS]
+    plain = answers(make_engine(target, executor=executor), requests)
+    engine = engine_of(target, drafters["vanilla"], executor=executor, policy="fixed:5")
+    grown = DSparkDrafter._grow_trees
+
+    def broken(self: DSparkDrafter, inputs: Sequence[DraftInput], batch: DraftBatch) -> DraftBlock:
+        block = grown(self, inputs, batch)
+        assert block.tree is not None and block.tree.rating is not None
+        block.tree.rating[:, 2:] = value
+        return block
+
+    monkeypatch.setattr(DSparkDrafter, "_grow_trees", broken)
+    done = run(engine, requests)
+    assert [one.token_ids for one in done] == plain
+    assert engine.stats().num_drafter_faults == 0
+    assert {len(step.draft) for one in done for step in one.steps} <= {0, 1, 2}
+    assert engine.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

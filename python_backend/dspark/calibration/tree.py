@@ -55,15 +55,19 @@ class TreeRater:
     def rate(self, block: DraftBlock) -> DraftBlock:
         """Return the block with its trees in order of survival, and their confidence logits.
 
-        Looked-up rows stay as they are, their logits NaN.
+        Looked-up rows stay as they are, their logits NaN. A node that was rated NaN or infinite is left out, and so is
+        what lies behind it.
         """
         tree = block.tree
         assert tree is not None, "only trees are rated here"
         survival = self.survival(tree)
         at = np.arange(survival.shape[1], dtype=np.int32)
-        survival[at >= tree.num_nodes[:, None]] = -1.0
+        kept = (at < tree.num_nodes[:, None]) & np.isfinite(survival)
+        survival[~kept] = -1.0
+        num_nodes = kept.sum(axis=1, dtype=np.int32)
         if block.looked_up is not None:
             survival[block.looked_up] = -at  # keeps its order
+            num_nodes = np.where(block.looked_up, tree.num_nodes, num_nodes)
         order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children already
         rows = np.arange(len(order))[:, None]
         place = np.empty_like(order)
@@ -76,15 +80,17 @@ class TreeRater:
             ranks=tree.ranks[rows, order],
             log_q=tree.log_q[rows, order],
             rating=None if tree.rating is None else tree.rating[rows, order],
-            num_nodes=tree.num_nodes,
+            num_nodes=num_nodes,
         )
         logits = _confidence_logits(survival[rows, order])
         if block.looked_up is not None:
             logits[block.looked_up] = np.nan
-        return replace(block, tokens=ordered.tokens, confidence_logits=logits, tree=ordered)
+        return replace(
+            block, tokens=ordered.tokens, num_tokens=num_nodes, confidence_logits=logits, tree=ordered
+        )
 
     def survival(self, tree: DraftTree) -> Float64:
-        """Return the probability that a node and all before it on its path are right [R, N]."""
+        """Return the probability that a node and all before it on its path are right [R, N], NaN where nothing says."""
         group = np.minimum(tree.ranks, _RANKS - 1)
         z = (self.weights[group] * _features(tree)).sum(axis=2)
         confidence = 1.0 / (1.0 + np.exp(-np.clip(z, -_MOST, _MOST)))
@@ -197,6 +203,7 @@ def _features(tree: DraftTree, row: int | None = None, nodes: Sequence[int] | No
     log_q = tree.log_q[at].astype(np.float64)
     logit = log_q - np.log(np.maximum(-np.expm1(log_q), 1e-6))
     rating = np.zeros_like(log_q) if tree.rating is None else tree.rating[at]
+    rating = np.where(np.isfinite(rating), rating, np.nan)
     features = np.stack([np.ones_like(log_q), logit, rating, 0.25 * tree.depths[at]], axis=-1)
     return np.asarray(np.clip(features, -_MOST, _MOST))
 
