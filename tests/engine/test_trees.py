@@ -16,6 +16,8 @@ from dspark.executors.interface import DraftBatch
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark.sampling.verification import Verdict, verify_tree
+from dspark.scheduling.acceptance import is_unrated
+from dspark.scheduling.interface import StepObservation
 from dspark_plugins.native import native_available
 from support.engines import answers, make_engine, make_request, run
 from support.tiny_drafters import write_good_drafter, write_tiny_drafter
@@ -81,6 +83,31 @@ def test_ratings_that_are_not_finite_cost_their_nodes_and_nothing_else(
     assert engine.stats().num_drafter_faults == 0
     assert {len(step.draft) for one in done for step in one.steps} <= {0, 1, 2}
     assert engine.stats().num_accepted_tokens > 0
+
+
+def test_looked_up_chains_beside_trees_are_learnt_from_as_anywhere(
+    target: Path, drafters: dict[str, Path]
+) -> None:
+    """Nodes of trees are told apart: of those the accepted ones are no prefix."""
+    engine = engine_of(target, drafters["vanilla"], policy=f"fixed:{SIZE}", prompt_lookup=True)
+    seen: list[StepObservation] = []
+    engine.scheduler.observe = seen.append  # type: ignore[method-assign]
+    engine.scheduler.verify_len = lambda **given: np.minimum(given["num_drafts"], 1)  # type: ignore[method-assign]
+    run(engine, [make_request(prompt, max_tokens=100) for prompt in PROMPTS])
+    num_looked_up = num_trees = num_cut_off = 0
+    for step in seen:
+        if step.confidence_logits is None:
+            continue
+        looked_up = is_unrated(step.confidence_logits, step.num_drafts)
+        tree = (step.num_drafts > 0) & ~looked_up
+        assert step.altered[tree].all() and not step.altered[looked_up].any()
+        if tree.any() and looked_up.any():
+            num_looked_up, num_trees = num_looked_up + looked_up.sum(), num_trees + tree.sum()
+        for row in np.flatnonzero(looked_up & (step.accepted == 1)):
+            assert step.soft_labels is not None
+            assert np.isfinite(step.soft_labels[row, 1])
+            num_cut_off += 1
+    assert min(num_looked_up, num_trees, num_cut_off) > 0
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -1,6 +1,7 @@
 """What the metrics tell: every event once, exactly, however flushes fall; histograms sampled, counters not."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,18 @@ def test_what_the_scheduler_learned_is_shown():
     assert sink.values["dspark_reliability_drafts_total", "7"] == 3
     assert sink.values["dspark_reliability_accepted_total", "7"] == 2
     assert sink.values["dspark_reliability_confidence_total", "7"] == pytest.approx(2.25)
+
+
+def test_reliability_leaves_out_what_no_forecast_was_made_for():
+    """Drafts of requests that alter their logits, and nodes of trees: of those, accepted ones are no prefix."""
+    sink = Sink()
+    telemetry = Telemetry(sink)
+    step = report([4, 4], [2, 3], logits=np.zeros((2, 4), np.float32))
+    step = replace(step, observation=replace(step.observation, altered=np.array([True, False])))
+    telemetry.step(step)
+    telemetry.flush(EngineStats())
+    assert sink.values["dspark_reliability_drafts_total", "5"] == 4
+    assert sink.values["dspark_reliability_accepted_total", "5"] == 3
 
 
 @pytest.mark.parametrize(

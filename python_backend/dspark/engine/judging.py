@@ -33,8 +33,9 @@ def judge_drafts(
         NonFiniteError: the row behind the anchor is not finite.
     """
     usable = _usable_rows(sequence, output.finite[span])
-    if block.tree is not None:
-        verified = min(num_drafts, usable - 1)
+    verified = min(num_drafts, usable - 1)
+    looked_up = block.looked_up is not None and block.looked_up[index]  # a chain, beside trees as well
+    if block.tree is not None and not looked_up:
         return verify_tree(
             sequence.sampler,
             output.logits[span],
@@ -46,7 +47,6 @@ def judge_drafts(
     count = int(block.num_tokens[index])
     drafts = block.tokens[index, :count].tolist()
     distributions = block.distributions[index] if block.distributions else None
-    verified = min(num_drafts, usable - 1)
     learnt_from = block.confidence_logits is None or not sequence.request.params.alters_logits
     labelled = count > 0 and sequence.sampler.rule == "rejection" and learnt_from
     cut_off = None

@@ -196,8 +196,10 @@ class _Reliability:
             else:
                 forecast = 0.5 + 0.5 * np.tanh(0.5 * logits.astype(np.float64))
             at = np.arange(logits.shape[1])
-            # Seen: the accepted ones, and the one behind them where it was verified.
+            # Seen: the accepted ones, and the one behind them where it was verified. Of altered requests, and trees
+            # (whose accepted nodes are no prefix), nobody learns, and forecasts say nothing of the calibrator.
             seen = (at <= step.accepted[:, None]) & (at < step.verify_len[:, None]) & np.isfinite(forecast)
+            seen &= ~step.altered[:, None]
             hit = (at < step.accepted[:, None])[seen]
             place = np.minimum((forecast[seen] * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
             for total, weights in zip(self._sums, (None, forecast[seen], hit), strict=True):
