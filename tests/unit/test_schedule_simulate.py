@@ -59,6 +59,22 @@ def test_the_cost_model_and_the_calibration_hold_while_serving() -> None:
     assert result.num_finished > 5
 
 
+def test_a_run_in_which_no_request_ends_still_tells_what_a_user_gets() -> None:
+    result = run("none", "closed:1", curve="cpu", steps=60)
+    assert result.num_finished == 0
+    assert result.user_tokens_per_second == pytest.approx(result.tokens_per_second, rel=0.05)
+
+
+def test_loads_are_all_checked_before_the_first_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["simulate", "--arrivals", "closed:1", "often", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "arrivals: got 'often', allowed is closed:N" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_open_load_is_served_as_it_comes() -> None:
     slow, fast = (run("auto", f"poisson:{rate}", curve="cpu", steps=600) for rate in (0.5, 4.0))
     assert fast.mean_running > slow.mean_running

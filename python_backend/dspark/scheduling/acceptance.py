@@ -237,7 +237,6 @@ class SurvivalMemory:
     """
 
     OWN, ALL = 8, 32  # samples kept per sequence, and over all
-    OTHERS = 3  # samples of others beside a sequence's own: a few blocks that were good are half luck
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -258,16 +257,11 @@ class SurvivalMemory:
         self.num_all += 1
 
     def samples(self, rows: list[int], *, num: int = OWN) -> Float64:
-        """Return the newest `num` <= OWN samples of each sequence, and OTHERS that are taken from all.
-
-        Returns:
-            float64 [num + OTHERS, R, G]; missing ones of its own are taken from all as well. [num, 1, G] for one alone.
-        """
+        """Return the newest `num` <= OWN samples of each sequence [num, R, G]; missing ones are taken from all."""
         nothing = [0.0] * self._block_size
         others = itertools.cycle(reversed(self._all)) if self._all else itertools.repeat(nothing)
-        wanted = num + (self.OTHERS if len(rows) > 1 else 0)
         columns = []
         for row in rows:
             own = list(self._own[row])[: -num - 1 : -1]
-            columns.append(own + [next(others) for _ in range(wanted - len(own))])
+            columns.append(own + [next(others) for _ in range(num - len(own))])
         return np.array(columns, np.float64).transpose(1, 0, 2)

@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from dspark.scheduling.curve_filter import LOG_KNOTS, CurveFilter, Float64
+from dspark.scheduling.curve_filter import CurveFilter, Float64, knot_weights
 
 __all__ = ["CorrectedCurve", "Float64"]
 
@@ -40,7 +40,7 @@ class CorrectedCurve:
         self._first: list[float] | None = None if self.known else []
         self._errors: deque[float] = deque(maxlen=129)
         self._base = np.zeros(0)  # [B] base seconds at 1, 2, ...
-        self._log_sizes = np.zeros(0)  # [B]
+        self._weights = np.zeros((0, 0))  # [B, K] of the knots at these sizes
         self._table = np.zeros(0)  # [B] corrected
         self._stale = False  # the table is of an earlier time
         self.version = 0  # rises whenever the seconds change
@@ -88,10 +88,8 @@ class CorrectedCurve:
         if max(sizes) > len(self._base):
             self._grow(max(sizes))
         at = np.array(sizes, np.int64) - 1
-        cached, log_sizes = np.array(tokens, np.float64), self._log_sizes[at]
-        curve_s = self._base[at] * np.exp(
-            self._belief.log_height + np.interp(log_sizes, LOG_KNOTS, self._belief.shape)
-        )
+        cached, weights = np.array(tokens, np.float64), self._weights[at]
+        curve_s = self._base[at] * np.exp(self._belief.log_height + weights @ self._belief.shape)
         in_proportion = curve_s + self.factor * np.array(known_s, np.float64)
         hoped = np.maximum(in_proportion + self.token_s * cached, 0.1 * in_proportion)
         residuals = np.log(np.array(seconds, np.float64) / hoped)
@@ -106,10 +104,9 @@ class CorrectedCurve:
         else:
             self._belief.observe(
                 residuals,
-                log_sizes,
                 by_height=in_proportion / hoped,
                 by_token=cached / hoped,
-                by_shape=curve_s / hoped,
+                by_shape=weights * (curve_s / hoped)[:, None],
             )
         self.known = self._stale = True
         self.version += 1
@@ -129,13 +126,11 @@ class CorrectedCurve:
             ]
             base = np.where(beyond, self._seconds[-1] + max(*rise, 0.0) * (at - self._sizes[-1]), base)
         self._base = base
-        self._log_sizes = np.log(at)
+        self._weights = knot_weights(np.log(at))
         self._stale = True
 
     def _refresh(self) -> None:
-        table = self._base * np.exp(
-            self._belief.log_height + np.interp(self._log_sizes, LOG_KNOTS, self._belief.shape)
-        )
+        table = self._base * np.exp(self._belief.log_height + self._weights @ self._belief.shape)
         # More rows never cost less: half way between the lowest curve above the table and the highest below it.
         above = np.maximum.accumulate(table)
         below = np.minimum.accumulate(table[::-1])[::-1]

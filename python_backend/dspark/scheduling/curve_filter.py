@@ -8,16 +8,17 @@ a smooth error over the logarithm of the size: what is seen at some sizes is bel
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LOG_KNOTS", "CurveFilter", "Float64"]
+__all__ = ["CurveFilter", "Float64", "knot_weights"]
 
 Float64 = npt.NDArray[np.float64]
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 16384)
-LOG_KNOTS = np.log(_KNOTS)  # log sizes between which the error of the shape is linear
+_LOG_KNOTS = np.log(_KNOTS)  # log sizes between which the error of the shape is linear
 _HEIGHT, _TOKEN, _SHAPE = 0, 1, 2  # entries of the belief; from the last one on, one for each knot
 _SHAPE_SPREAD = 0.1  # relative error of a measured shape near one size
 _GUESS_SPREAD = 0.3  # likewise of a guessed one
@@ -33,6 +34,16 @@ _OTHER_MACHINE = 0.2  # and by how much: less may be an error of the shape near 
 _USUAL = 0.05  # relative error that is taken as usual before any was seen
 
 
+def knot_weights(log_sizes: Float64) -> Float64:
+    """Return how much each knot counts for sizes [B, K]: linear between them in the logarithm of the size."""
+    low = np.clip(np.searchsorted(_LOG_KNOTS, log_sizes, side="right") - 1, 0, len(_KNOTS) - 2)
+    right = np.clip((log_sizes - _LOG_KNOTS[low]) / (_LOG_KNOTS[low + 1] - _LOG_KNOTS[low]), 0.0, 1.0)
+    weights = np.zeros((len(log_sizes), len(_KNOTS)))
+    at = np.arange(len(log_sizes))
+    weights[at, low], weights[at, low + 1] = 1.0 - right, right
+    return weights
+
+
 class CurveFilter:
     """A belief about one curve.
 
@@ -44,7 +55,7 @@ class CurveFilter:
     def __init__(self, *, prior_weight: float, smallest_s: float) -> None:
         num = _SHAPE + len(_KNOTS)
         spread = _SHAPE_SPREAD if prior_weight > 0.0 else _GUESS_SPREAD
-        apart = np.abs(LOG_KNOTS[:, None] - LOG_KNOTS[None, :])
+        apart = np.abs(_LOG_KNOTS[:, None] - _LOG_KNOTS[None, :])
         self._first = np.zeros((num, num))  # covariance
         self._first[_HEIGHT, _HEIGHT] = _USUAL**2 / max(prior_weight, 1.0)
         self._first[_TOKEN, _TOKEN] = (_TOKEN_SPREAD * _TOKEN_UNIT * smallest_s) ** 2
@@ -73,40 +84,29 @@ class CurveFilter:
         return self._mean[_SHAPE:]
 
     def observe(
-        self,
-        residuals: Float64,
-        log_sizes: Float64,
-        *,
-        by_height: Float64,
-        by_token: Float64,
-        by_shape: Float64,
+        self, residuals: Float64, *, by_height: Float64, by_token: Float64, by_shape: Float64
     ) -> None:
         """Take what some steps took beyond what was expected of them.
 
         Arguments:
             residuals: [n] logarithm of the seconds over those expected.
-            log_sizes: [n].
-            by_height, by_token, by_shape: [n] slopes of the logarithm of the expected seconds.
+            by_height, by_token: [n] slopes of the logarithm of the expected seconds.
+            by_shape: [n, K] likewise, for each knot.
         """
         num = len(residuals)
-        slopes = np.zeros((num, len(self._mean)))
-        slopes[:, _HEIGHT], slopes[:, _TOKEN] = by_height, by_token
-        low = np.clip(np.searchsorted(LOG_KNOTS, log_sizes, side="right") - 1, 0, len(LOG_KNOTS) - 2)
-        right = np.clip((log_sizes - LOG_KNOTS[low]) / (LOG_KNOTS[low + 1] - LOG_KNOTS[low]), 0.0, 1.0)
-        step = np.arange(num)
-        slopes[step, _SHAPE + low] = (1.0 - right) * by_shape
-        slopes[step, _SHAPE + low + 1] = right * by_shape
         self._forget(num)
-        usual = np.sqrt(np.einsum("ij,jk,ik->i", slopes, self._covariance, slopes) + self._usual**2)
+        slopes = np.concatenate([by_height[:, None], by_token[:, None], by_shape], axis=1)
+        shared = slopes @ self._covariance  # [n, *]
+        noise = self._usual**2
+        limit = _CUT * np.sqrt((shared * slopes).sum(axis=1) + noise)
         common = _common_error(residuals, at_least=max(self._usual, _OTHER_MACHINE))
-        self._covariance[_HEIGHT, _HEIGHT] += common**2  # it may follow at once
-        residuals = common + np.clip(residuals - common, -_CUT * usual, _CUT * usual)
-        shared = self._covariance @ slopes.T  # [*, n]
-        spread = slopes @ shared
-        spread[step, step] += self._usual**2
-        gain = np.linalg.solve(spread, shared.T).T
-        self._mean += gain @ residuals
-        self._covariance -= gain @ shared.T
+        if common:  # the height may follow at once
+            self._covariance[_HEIGHT, _HEIGHT] += common**2
+            shared[:, _HEIGHT] += common**2 * by_height
+        residuals = common + np.clip(residuals - common, -limit, limit)
+        gain = np.linalg.solve(shared @ slopes.T + noise * np.eye(num), shared)  # [n, *]
+        self._mean += residuals @ gain
+        self._covariance -= shared.T @ gain
         self._learn_usual(residuals)
 
     def _forget(self, num_steps: int) -> None:
@@ -121,8 +121,9 @@ class CurveFilter:
             self._covariance[_TOKEN, _TOKEN] += regained
 
     def _learn_usual(self, residuals: Float64) -> None:
-        rest = residuals - (np.median(residuals) if len(residuals) >= _SPELL else 0.0)
-        for size in np.abs(rest).tolist():
+        sizes = residuals.tolist()
+        usual = median(sizes) if len(sizes) >= _SPELL else 0.0
+        for size in (abs(residual - usual) for residual in sizes):
             self._usual += 0.05 * (min(size, 4.0 * _CUT * self._usual) - self._usual)
         self._usual = min(max(self._usual, 0.01), 1.0)
 
@@ -131,5 +132,5 @@ def _common_error(residuals: Float64, *, at_least: float) -> float:
     """Return what most of a few steps in a row have in common, 0 where that is little: it is another machine."""
     if len(residuals) < _SPELL:
         return 0.0
-    common = float(np.median(residuals))
+    common: float = median(residuals.tolist())
     return common if abs(common) > at_least else 0.0

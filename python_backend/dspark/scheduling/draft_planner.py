@@ -10,6 +10,7 @@ Everything here leans on steps that are over, never on the blocks of this one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,10 @@ from dspark.scheduling.step_costs import StepCosts
 __all__ = ["DraftPlanner"]
 
 _FREE = 0.003  # drafting below this share of the target pass is not worth a thought
-_EVERY, _EVERY_IDLE = 8, 16  # steps that a plan holds at most, and one that drafts nothing
+_EVERY, _EVERY_IDLE = (
+    8,
+    16,
+)  # steps that a plan holds at most, and one that drafts nothing, or the only sequence
 _CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = (
@@ -48,6 +52,7 @@ class _Plan:
     holds: int = 0  # steps, at most
     num_eligible: int = 0
     newcomers: bool = True  # are drafted
+    promising: bool = False  # so much that what single steps take does not matter
 
 
 @dataclass(slots=True)
@@ -135,7 +140,7 @@ class DraftPlanner:
     def replan(self, rows: list[int], caps: Int32, *, prefill_tokens: int) -> list[int]:
         """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
         plan = self._plans[prefill_tokens > 0]
-        if plan.holds != _EVERY:  # nothing was drafted, or to compare: now it counts what that took
+        if not plan.promising:  # now it counts what the last steps took
             self._costs.learn()
         counted = self._counted(rows, caps)
         draft_s = self._costs.model.draft_s_range(int(np.count_nonzero(counted)))
@@ -145,17 +150,20 @@ class DraftPlanner:
             num_blocks=0,
             count=len(rows) * self._block_size + 1,
         )
-        holds = _EVERY
+        holds, gain = _EVERY, math.inf
         if self.knows_nothing:
             drafted, holds = counted, 1
         elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
         else:
             drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s)
-            if not drafted.any():
+            if gain >= _DOUBTED:
+                holds = _EVERY if len(rows) > 1 else _EVERY_IDLE
+            elif not drafted.any():
                 holds = _EVERY_IDLE
-            elif gain < _DOUBTED and not prefill_tokens and self._is_compared(len(rows)):
+            elif not prefill_tokens and self._is_compared(len(rows)):
                 drafted, holds = np.zeros_like(drafted), _PLAIN_STEPS
+        plan.promising = gain >= _DOUBTED
         self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=int(np.count_nonzero(caps)))
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
         if holds == _PLAIN_STEPS:

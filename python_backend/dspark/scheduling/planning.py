@@ -56,7 +56,9 @@ def plan_drafting(
     row_s = float(verify_s[reach] - verify_s[0]) / reach
     half = num_eligible // 2
     block_s = float(draft_s[num_eligible - 1] - (draft_s[half - 1] if half else 0.0)) / (num_eligible - half)
-    net = np.cumsum(samples - rate * row_s, axis=2)  # [S, R, G] tokens beyond what their rows cost
+    # Half of the samples choose and the others say what the choice is worth: luck is not counted twice.
+    choosing, promising = (samples[::2], samples[1::2]) if len(samples) > 1 else (samples, samples)
+    net = np.cumsum(choosing - rate * row_s, axis=2)  # [S, R, G] tokens beyond what their rows cost
     worth = np.maximum(net.max(axis=2), 0.0).mean(axis=0)  # [R]
     few = eligible & (worth > rate * block_s)
     best, chosen = plain * MARGIN, none
@@ -64,7 +66,9 @@ def plan_drafting(
         best, chosen = all_rate, eligible
     num_few = int(few.sum())
     if 0 < num_few < num_eligible:
-        few_rate, _ = _rate(samples[:, few], num_sequences, verify_s, float(draft_s[num_few - 1]), early_stop)
+        few_rate, _ = _rate(
+            promising[:, few], num_sequences, verify_s, float(draft_s[num_few - 1]), early_stop
+        )
         if few_rate > best:
             best, chosen = few_rate, few
     return chosen, best / plain if chosen is not none else 1.0

@@ -80,6 +80,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     policies = args.policies.split(",")
     for policy in policies:
         parse_policy(policy, block_size=acceptance.block_size)
+    for load in args.arrivals:
+        arrivals_of(load, acceptance, seed=args.seed)  # the last one is refused before the first is run
     results = []
     print(_HEADER)
     for load in args.arrivals:

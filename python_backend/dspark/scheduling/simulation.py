@@ -30,7 +30,9 @@ class RunResult:
     policy: str
     arrivals: str
     tokens_per_second: float  # all users together
-    user_tokens_per_second: float  # mean over finished requests, from first token to last
+    user_tokens_per_second: (
+        float  # mean over finished requests, first token to last; with none, of those at work
+    )
     mean_running: float  # sequences decoding
     mean_verify_len: float  # drafts verified per sequence and step
     drafted_share: float  # of sequence steps
@@ -238,14 +240,16 @@ class _Tally:
     ) -> RunResult:
         seconds = max(now - self.started_s, 1e-12)
         steps = max(self.sequence_steps, 1)
+        mean_running = self.sequence_steps / max(self.steps, 1)
+        of_one = self.decoded / seconds / max(mean_running, 1.0)
         ece = calibrator.ece()
         known = ece[~np.isnan(ece)]
         return RunResult(
             policy=policy,
             arrivals=arrivals,
             tokens_per_second=self.tokens / seconds,
-            user_tokens_per_second=float(np.mean(self.speeds)) if self.speeds else 0.0,
-            mean_running=self.sequence_steps / max(self.steps, 1),
+            user_tokens_per_second=float(np.mean(self.speeds)) if self.speeds else of_one,
+            mean_running=mean_running,
             mean_verify_len=self.verified / steps,
             drafted_share=self.drafted / steps,
             accepted_len=self.decoded / steps,
