@@ -153,7 +153,7 @@ def _score(
         )
         if HEAD > 0:
             bias = tl.zeros([16, BLOCK_V], tl.float32)
-            DEPTH: tl.constexpr = 16 if DOT == "ieee" else 32  # without tensor cores 32 spill
+            DEPTH: tl.constexpr = 16  # with 32 the compiler spills
             for start in range(0, RANK, DEPTH):
                 c = start + tl.arange(0, DEPTH)
                 m_at = (block.to(tl.int64) * RANK)[:, None] + c[None, :]
