@@ -10,9 +10,12 @@ import argparse
 from pathlib import Path
 
 from dspark.capacity import fingerprint_of, measure_pair
-from dspark.config import ServeConfig
+from dspark.config import NUM_DRAFT_TOKENS, load_serve_config
+from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.interface import Drafter
 from dspark.drafters.loading import load_drafter, peek_drafter
 from dspark.errors import ConfigError
+from dspark.executors.interface import TargetExecutor
 from dspark.executors.loading import choose_executor, make_target
 from dspark.models.loading import load_target
 from dspark.scheduling.cost_model import CapacityFile, CostCurve
@@ -30,6 +33,16 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="Hugging Face folder or GGUF file")
     parser.add_argument(
         "--drafter", default="none", help="drafter folder, ngram or none (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        default=NUM_DRAFT_TOKENS,
+        metavar="N",
+        help="drafts of one step by a smaller model, EAGLE-3 or MTP (default %(default)s)",
+    )
+    parser.add_argument(
+        "--draft-tree", type=int, default=0, metavar="N", help="most drafts of a tree; 0 = chains (default)"
     )
     parser.add_argument("--executor", choices=("auto", "native", "torch"), default="auto")
     parser.add_argument("--dtype", default="auto", help="default %(default)s")
@@ -50,23 +63,8 @@ def run_profile(args: argparse.Namespace) -> int:
     """
     if not args.seconds > 0.0 or args.max_batch < 1 or args.max_tokens < 0:
         raise ConfigError("--seconds must be above 0, --max-batch at least 1, --max-tokens at least 0")
-    config = ServeConfig(
-        target=args.target,
-        drafter=args.drafter,
-        executor=args.executor,
-        dtype=args.dtype,
-        num_threads=args.threads,
-    )
-    checkpoint = load_target(config.target)
-    layer_ids, block_size = peek_drafter(args.drafter, checkpoint.config)[:2]
-    executor = choose_executor(config.executor)
-    target = make_target(
-        checkpoint, executor=executor, dtype=config.dtype, layer_ids=layer_ids, config=config
-    )
-    drafter = load_drafter(
-        args.drafter, target=checkpoint.config, target_executor=target, executor=executor, dtype="auto"
-    )
-    most = args.max_tokens or args.max_batch * (1 + block_size)
+    target, drafter = _load(args)
+    most = args.max_tokens or args.max_batch * (1 + drafter.block_size)
     say(f"target {args.target} on {target.name}, {target.dtype}; drafter {drafter.name}; up to {most} rows")
     num_pages = pages_needed(max_target_tokens=most, page_size=_PAGE_SIZE)
     for part in (target, drafter):
@@ -78,13 +76,19 @@ def run_profile(args: argparse.Namespace) -> int:
         num_pages=num_pages,
         page_size=_PAGE_SIZE,
         max_batch_size=args.max_batch,
-        max_context_len=checkpoint.config.max_context_len,
+        max_context_len=target.config.max_context_len,
         max_target_tokens=most,
         seconds=args.seconds,
         progress=line.show,
     )
     line.close()
-    fingerprint = fingerprint_of(target, drafter=args.drafter, num_threads=args.threads)
+    fingerprint = fingerprint_of(
+        target,
+        drafter=args.drafter,
+        num_draft_tokens=args.num_draft_tokens,
+        tree_size=args.draft_tree,
+        num_threads=args.threads,
+    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     CapacityFile(fingerprint=fingerprint, curve=curve).save(args.out)
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
@@ -98,6 +102,47 @@ def run_profile(args: argparse.Namespace) -> int:
     pictures = _draw(curve, args.out.with_suffix(".png"))
     say("wrote " + ", ".join(str(path) for path in (args.out, *pictures)))
     return 0
+
+
+def _load(args: argparse.Namespace) -> tuple[TargetExecutor, Drafter]:
+    """Load the pair as a server with these settings would; no cache is allocated."""
+    config = load_serve_config(
+        overrides={
+            "target": args.target,
+            "drafter": args.drafter,
+            "num_draft_tokens": args.num_draft_tokens,
+            "draft_tree": args.draft_tree,
+            "executor": args.executor,
+            "dtype": args.dtype,
+            "num_threads": args.threads,
+        },
+        environ={},
+    )
+    checkpoint = load_target(config.target)
+    outline = peek_drafter(config.drafter, checkpoint.config, num_draft_tokens=config.num_draft_tokens)
+    executor = choose_executor(config.executor)
+    target = make_target(
+        checkpoint,
+        executor=executor,
+        dtype=config.dtype,
+        layer_ids=outline.feature_layer_ids,
+        config=config,
+    )
+    drafter = load_drafter(
+        config.drafter,
+        target=checkpoint.config,
+        target_executor=target,
+        executor=executor,
+        dtype="auto",
+        num_draft_tokens=config.num_draft_tokens,
+    )
+    if config.draft_tree:
+        if not isinstance(drafter, DSparkDrafter):
+            raise ConfigError(
+                f"--draft-tree: got {config.draft_tree}, allowed with drafter {drafter.name} is 0"
+            )
+        drafter.use_trees(config.draft_tree)
+    return target, drafter
 
 
 def _draw(curve: CostCurve, path: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dspark.config import NUM_DRAFT_TOKENS, ServeConfig
+from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.drafters.interface import Drafter
 from dspark.engine.admission import EngineLimits
@@ -41,6 +42,7 @@ def fingerprint_of(
     drafter: str,
     drafter_dtype: str = "auto",
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    tree_size: int = 0,
     num_threads: int = 0,
 ) -> Fingerprint:
     """Return what a curve of this pair holds for.
@@ -48,11 +50,14 @@ def fingerprint_of(
     Arguments:
         drafter: name or folder.
         drafter_dtype, num_draft_tokens: the settings of these names.
+        tree_size: most nodes of its trees, 0 = it was measured drafting chains.
         num_threads: what was asked for, for an executor that does not tell; 0 = its own choice.
     """
     identity = drafter_identity(drafter)
     if num_draft_tokens != NUM_DRAFT_TOKENS:
         identity += f" of {num_draft_tokens}"
+    if tree_size:
+        identity += f" with trees of {tree_size}"
     return Fingerprint(
         machine=machine_name(),
         executor=target.name,
@@ -90,6 +95,7 @@ def starting_curve(
         drafter=spec,
         drafter_dtype=config.drafter_dtype,
         num_draft_tokens=config.num_draft_tokens,
+        tree_size=drafter.tree_size if isinstance(drafter, DSparkDrafter) else 0,
         num_threads=config.num_threads,
     )
     if config.capacity != "auto":

@@ -15,6 +15,7 @@ from dspark.errors import ConfigError
 from dspark.runtime import build_engine
 from dspark.scheduling.cost_model import CapacityFile, CostCurve
 from support.engines import make_engine, make_request, run
+from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
 
 CURVE = CostCurve(target_tokens=(1, 8, 64), verify_s=(0.001, 0.002, 0.016), num_blocks=(1,), draft_s=(1e-4,))
@@ -64,6 +65,17 @@ def test_a_missing_curve_is_measured_once_told_and_found_again(target: Path, sta
     again, told = start(target)
     assert not any("measuring" in line for line in told)
     assert first_row_s(again) == pytest.approx(CapacityFile.load(kept).curve.verify_s[0])
+
+
+def test_a_curve_of_trees_is_not_taken_for_one_of_chains(
+    target: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_QUICK_S", 0.3)
+    write_good_drafter(tmp_path / "drafter", target)
+    for size, measured in ((0, True), (8, True), (8, False)):
+        _, told = start(target, drafter=str(tmp_path / "drafter"), draft_tree=size)
+        assert any("measuring" in line for line in told) == measured, size
+    assert len(list((state / "capacity").iterdir())) == 2
 
 
 def test_answers_do_not_depend_on_whether_the_machine_was_measured(target: Path) -> None:

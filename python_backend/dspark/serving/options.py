@@ -19,6 +19,9 @@ _SETTINGS: Final = (
     "drafter",
     "dtype",
     "drafter_dtype",
+    "num_draft_tokens",
+    "prompt_lookup",
+    "draft_tree",
     "executor",
     "engine",
     "device",
@@ -42,6 +45,23 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--drafter", metavar="DIR|none|ngram|auto", help="what proposes tokens")
     model.add_argument("--dtype", choices=DTYPES)
     model.add_argument("--drafter-dtype", choices=DTYPES, help="of a trained drafter's weights")
+    model.add_argument(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        help="drafts of one step by a smaller model, EAGLE-3 or MTP",
+    )
+    model.add_argument(
+        "--prompt-lookup",
+        action=argparse.BooleanOptionalAction,
+        help="look the text's end up in the text first, draft where that finds nothing",
+    )
+    model.add_argument(
+        "--draft-tree",
+        type=int,
+        metavar="N",
+        help="trees of up to N drafts for greedy requests; 0 = chains",
+    )
     model.add_argument("--executor", choices=EXECUTORS)
     model.add_argument(
         "--engine",
