@@ -69,6 +69,12 @@ class CorrectedCurve:
             self._refresh()
         return self._table[first - 1 : end]
 
+    def ratio_error(self, size: int, larger: int) -> float:
+        """Return by how much, relative, the seconds of `larger` over those of `size` may be off: one deviation."""
+        if larger > len(self._base):
+            self._grow(larger)
+        return self._belief.uncertainty(self._weights[larger - 1] - self._weights[size - 1])
+
     def observe(
         self,
         sizes: Sequence[int],

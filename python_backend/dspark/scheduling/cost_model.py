@@ -253,6 +253,10 @@ class CostModel:
             return np.asarray(seconds + np.maximum(extra, 0.0))
         return seconds + max(fixed, 0.0)
 
+    def rise_error(self, rows: int, more: int) -> float:
+        """Return one deviation of the error of a pass over `rows` + `more`, relative, if one over `rows` is right."""
+        return self._verify.ratio_error(rows, rows + more)
+
     def draft_s(self, num_blocks: int) -> float:
         """Return the seconds of drafting `num_blocks` blocks; 0 where that was never seen."""
         if num_blocks < 1 or not self._draft.known:

@@ -83,6 +83,13 @@ class CurveFilter:
         """Logarithm of the correction at each knot [K]."""
         return self._mean[_SHAPE:]
 
+    def uncertainty(self, weights: Float64) -> float:
+        """Return the standard deviation of a weighted sum of the shape [K].
+
+        Of the difference of two `knot_weights` it is how far, relative, the ratio of their seconds may be off.
+        """
+        return math.sqrt(max(float(weights @ self._covariance[_SHAPE:, _SHAPE:] @ weights), 0.0))
+
     def observe(
         self, residuals: Float64, *, by_height: Float64, by_token: Float64, by_shape: Float64
     ) -> None:

@@ -39,6 +39,7 @@ _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with other
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
 _DEEPER = 2  # drafts more after a block that was verified whole
 _DOUBTED = 1.2  # times plain decoding: what promises less is compared with steps that draft nothing
+_MOST_DOUBT = 0.1  # that the cost of drafts may be off by this much and more is demanded as gain, up to this
 _PLAIN_STEPS = 4  # of one comparison
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps from one comparison to the next at the same load
 
@@ -156,7 +157,9 @@ class DraftPlanner:
         elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
         else:
-            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s)
+            doubt = self._costs.model.rise_error(len(rows) + prefill_tokens, max(len(rows) // 2, 1))
+            margin = MARGIN + min(doubt, _MOST_DOUBT)
+            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin)
             if gain >= _DOUBTED:
                 holds = _EVERY if len(rows) > 1 else _EVERY_IDLE
             elif not drafted.any():
@@ -206,7 +209,13 @@ class DraftPlanner:
         return True
 
     def _worth(
-        self, rows: list[int], caps: Int32, counted: Bool, verify_s: Float64, draft_s: Float64
+        self,
+        rows: list[int],
+        caps: Int32,
+        counted: Bool,
+        verify_s: Float64,
+        draft_s: Float64,
+        margin: float,
     ) -> tuple[Bool, float]:
         """Return who is worth drafting [R], and how many times plain decoding that promises."""
         num_sequences = len(rows)
@@ -224,6 +233,7 @@ class DraftPlanner:
                 verify_s=verify_s,
                 draft_s=draft_s,
                 early_stop=self._early_stop,
+                margin=margin,
             )
         gain = drafting_gain(
             samples[:, 0].tolist(),
@@ -231,7 +241,7 @@ class DraftPlanner:
             draft_s=float(draft_s[0]),
             early_stop=self._early_stop,
         )
-        return np.array([gain > MARGIN]), gain
+        return np.array([gain > margin]), gain
 
     def _probed(
         self, rows: Int64, counted: Bool, drafted: Bool, draft_s: Float64, verify_s: float, passed: int

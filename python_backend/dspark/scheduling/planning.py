@@ -13,7 +13,7 @@ from dspark.scheduling.interface import Bool, Float64
 
 __all__ = ["MARGIN", "plan_drafting"]
 
-MARGIN = 1.04  # drafting must promise this much more than not drafting
+MARGIN = 1.03  # drafting must promise this much more than not drafting, whatever is known
 _MANY = 256  # candidates beyond which one sample is enough
 
 
@@ -25,6 +25,7 @@ def plan_drafting(
     verify_s: Float64,
     draft_s: Float64,
     early_stop: bool = False,
+    margin: float = MARGIN,
 ) -> tuple[Bool, float]:
     """Choose the sequences worth drafting, and say how many times the throughput without any is promised.
 
@@ -38,6 +39,7 @@ def plan_drafting(
         verify_s: [>= R*G + 1] seconds of the target pass with 0, 1, ... drafts.
         draft_s: [>= number eligible] seconds of drafting 1, 2, ... blocks.
         early_stop: drafts are going to be taken only up to the first that does not raise the throughput.
+        margin: what drafting must promise, in times the throughput without.
 
     Returns:
         bool [R], and the promise: 1 with nobody.
@@ -61,7 +63,7 @@ def plan_drafting(
     net = np.cumsum(choosing - rate * row_s, axis=2)  # [S, R, G] tokens beyond what their rows cost
     worth = np.maximum(net.max(axis=2), 0.0).mean(axis=0)  # [R]
     few = eligible & (worth > rate * block_s)
-    best, chosen = plain * MARGIN, none
+    best, chosen = plain * margin, none
     if all_rate > best:
         best, chosen = all_rate, eligible
     num_few = int(few.sum())
