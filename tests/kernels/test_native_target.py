@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -420,6 +422,27 @@ def test_without_memory_for_a_new_cache_the_old_one_is_not_used_any_more() -> No
     with pytest.raises(EngineError, match="allocate the cache first"):
         which.forward(one_sequence([1, 2], page_size=16))
     run_whole(which, [1, 2])
+
+
+FORK = """
+import os
+import numpy as np
+from dspark_plugins.native.binding import Arena, Matrix, Pool
+
+pool, arena = Pool(2), Arena()
+matrix = Matrix(arena, pool, dtype="int8", num_outputs=700, num_inputs=50)
+matrix.pack(np.random.default_rng(0).standard_normal((700, 50)).astype(np.float32))
+x = np.ones((3, 50), np.float32)
+before = matrix.apply(x)
+child = os.fork()
+if not child:
+    os._exit(0 if np.array_equal(matrix.apply(x), before) else 1)
+assert os.waitpid(child, 0)[1] == 0 and np.array_equal(matrix.apply(x), before)
+"""
+
+
+def test_a_forked_process_computes_without_its_parents_threads() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
 
 
 def test_more_rows_than_configured_and_a_missing_cache_are_refused() -> None:
