@@ -166,12 +166,21 @@ def test_guided_and_free_requests_share_a_batch(target: Path, specs: dict[str, s
 
 @pytest.mark.parametrize(
     ("kind", "guide"),
-    [("regex", "(a"), ("json_schema", "{"), ("json_schema", '{"type": "colour"}'), ("json_schema", "[]")],
+    [
+        ("regex", "(a"),
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "colour"}'),
+        ("json_schema", "[]"),
+        ("json_schema", '{"$ref": "#"}'),
+    ],
 )
 def test_a_guide_that_cannot_be_followed_is_refused(target: Path, kind: str, guide: str) -> None:
+    """In one line, without the library's inner state."""
     engine = engine_of(target, "none")
-    with pytest.raises(RequestError, match="guided_decoding_guide"):
+    with pytest.raises(RequestError, match="guided_decoding_guide") as caught:
         guided(engine, kind, guide)
+    assert caught.value.value == guide
+    assert "<state>" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_guide_without_its_grammar_is_refused(target: Path) -> None:

@@ -304,14 +304,21 @@ def test_stop_words_need_a_tokenizer():
 
 def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized():
     class Counting(ByteCodec):
-        def encode(self, _text, **_options):
-            raise AssertionError("tokenized")
+        def encode(self, text, **_options):
+            assert len(text) == 1, "tokenized"
+            return [ord(text)]
 
     limits = ModelLimits.of(vocab_size=256, max_context_len=64, tokenizer=Counting())
     assert limits.longest_token_bytes == 1
     messages = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 25}]
-    for given in ({"text_input": "é" * 33}, {"messages": json.dumps(messages)}):
-        with pytest.raises(RequestError, match=r"a prompt of 6[56] bytes', allowed is at most 64 bytes"):
+    prompt = {"text_input": "x"}
+    for given in (
+        {"text_input": "é" * 33},
+        {"messages": json.dumps(messages)},
+        {**prompt, "bad_words": "x" * 65},
+        {**prompt, "stop_words": "x" * 65},
+    ):
+        with pytest.raises(RequestError, match=r"a text of 6[56] bytes', allowed is at most 64 bytes"):
             parse_request(
                 {name: np.array([[text.encode()]], dtype=object) for name, text in given.items()},
                 {},

@@ -79,10 +79,14 @@ class GrammarCompiler:
         except ValueError as error:
             raise RequestError("guided_decoding_guide", guide, f"a {kind} ({error})") from None
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
+        grammar = TokenGrammar(matcher, end_ids=self._vocabulary.eos_tokens, vocab_size=self._vocab_size)
+        if not matcher.is_error():
+            grammar.allowed(())  # some guides fail only here; the first step finds the mask made
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
-            raise RequestError("guided_decoding_guide", guide, f"a {kind} that can be followed ({reason})")
-        return TokenGrammar(matcher, end_ids=self._vocabulary.eos_tokens, vocab_size=self._vocab_size)
+            raise RequestError(
+                "guided_decoding_guide", guide, f"a {kind} that can be followed ({_reason(matcher)})"
+            )
+        return grammar
 
 
 class TokenGrammar:
@@ -109,7 +113,7 @@ class TokenGrammar:
             raise RequestError(
                 "guided_decoding_guide",
                 list(token_ids),
-                f"a grammar that allows what was drawn ({self._matcher.get_error()})",
+                f"a guide that can be followed up to here ({_reason(self._matcher)})",
             )
 
     def _state(self, drafted: tuple[int, ...]) -> tuple[Mask | None, bool]:
@@ -130,6 +134,11 @@ class TokenGrammar:
         finally:
             if count:
                 self._matcher.rollback(count)
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Return what the library says is wrong, in one line and without the parser's state."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:300]
 
 
 class _View:

@@ -204,7 +204,7 @@ def _check_text_len(name: str, texts: Iterable[str], limits: ModelLimits) -> Non
     num_bytes = sum(len(text.encode()) for text in texts)
     if num_bytes > most:
         allowed = f"at most {most} bytes (a context of {limits.max_context_len} tokens)"
-        raise RequestError(name, f"a prompt of {num_bytes} bytes", allowed)
+        raise RequestError(name, f"a text of {num_bytes} bytes", allowed)
 
 
 def _sampling_params(
@@ -233,6 +233,7 @@ def _sampling_params(
     for name in ("stop_words", "bad_words"):
         if fields.get(name) and tokenizer is None:
             raise RequestError(name, fields[name], "nothing: the loaded target came without a tokenizer")
+        _check_text_len(name, cast("tuple[str, ...]", fields.get(name, ())), limits)
     if tokenizer is not None:
         values["bad_words_ids"] = _bad_words_ids(
             cast("tuple[str, ...]", fields.get("bad_words", ())), tokenizer
