@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 _FLAT = 1.02  # the largest pass must cost this much more than the smallest
 _ROW_SHARE = 0.05  # cost of one more row against the first, before anything was measured
 _BLOCK_SHARE = 0.25  # likewise for one more drafted block
-_LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 32, 0.2  # steps that are learnt from together, and seconds of them
+_LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 64, 0.4  # steps that are learnt from together, and seconds of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

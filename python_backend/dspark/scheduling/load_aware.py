@@ -49,7 +49,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of 
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 _PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
 _FEW = 512  # candidates up to which they are where it comes to choosing
-_GATHERED_STEPS, _GATHERED_ROWS = 64, 64  # what is gathered before it is learnt from
+_GATHERED_STEPS, _GATHERED_ROWS = 128, 128  # what is gathered before it is learnt from
 
 
 @dataclass(slots=True)
