@@ -153,8 +153,9 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     for notice in _notices(config, target):
         progress(notice)
     progress(f"drafter {drafter.name}, block {outline.block_size}")
-    if config.draft_tree and outline.block_size:
-        _use_trees(target, drafter, size=config.draft_tree, progress=progress)
+    trees = bool(config.draft_tree and outline.block_size) and _use_trees(
+        target, drafter, size=config.draft_tree, progress=progress
+    )
     limits = engine_limits(config, target, drafter, longest=pair.max_context_len)
     for part in (target, drafter):
         part.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
@@ -176,7 +177,7 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
             calibrator=_for_blocks(
                 _calibrator(config, spec, outline, target_hash=target.config.model_hash),
                 chain_len=outline.block_size,
-                block_size=drafter.block_size,
+                trees=trees,
             ),
         ),
         limits=limits,
@@ -185,8 +186,12 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
     )
 
 
-def _use_trees(target: TargetExecutor, drafter: Drafter, *, size: int, progress: Progress) -> None:
-    """Let a drafter that can make trees make them, where the target can verify them; say so, or why not."""
+def _use_trees(target: TargetExecutor, drafter: Drafter, *, size: int, progress: Progress) -> bool:
+    """Let a drafter that can make trees make them, where the target can verify them; say so, or why not.
+
+    Returns:
+        Whether there will be trees.
+    """
     if not isinstance(drafter, DSparkDrafter):
         progress(f"draft_tree: left aside, drafter {drafter.name} makes chains")
     elif not isinstance(target, CacheMover):
@@ -194,11 +199,13 @@ def _use_trees(target: TargetExecutor, drafter: Drafter, *, size: int, progress:
     else:
         drafter.use_trees(size)
         progress(f"trees of up to {size} drafts for greedy requests")
+        return True
+    return False
 
 
-def _for_blocks(calibrator: OnlineCalibrator | None, *, chain_len: int, block_size: int) -> Calibrator | None:
-    """Return the calibrator of chains, made to fit blocks that may be wider than they are."""
-    if calibrator is None or chain_len == block_size:
+def _for_blocks(calibrator: OnlineCalibrator | None, *, chain_len: int, trees: bool) -> Calibrator | None:
+    """Return the calibrator of chains, made to fit blocks that may be trees, and wider than chains are."""
+    if calibrator is None or not trees:
         return calibrator
     return BlockCalibrator(calibrator, chain_len=chain_len)
 

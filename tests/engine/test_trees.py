@@ -61,6 +61,20 @@ def test_greedy_answers_with_trees_equal_plain_ones(
         assert [answers(engine, [request])[0] for request in requests] == plain, policy
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 64])
+def test_trees_may_be_smaller_than_a_chain_or_as_large(
+    target: Path, drafters: dict[str, Path], size: int
+) -> None:
+    requests = [make_request(prompt) for prompt in PROMPTS]
+    plain = answers(make_engine(target), requests)
+    for policy in ("auto", "threshold:0.1"):
+        engine = engine_of(target, drafters["vanilla"], policy=policy, draft_tree=size)
+        done = run(engine, requests)
+        assert [one.token_ids for one in done] == plain
+        drafted = [len(step.draft) for one in done for step in one.steps]
+        assert max(drafted) <= size and engine.stats().num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_ratings_that_are_not_finite_cost_their_nodes_and_nothing_else(

@@ -103,7 +103,7 @@ class DSparkDrafter:
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
 
     def _grow_trees(self, inputs: Sequence[DraftInput], batch: DraftBatch) -> DraftBlock:
-        num_nodes = np.array([min(item.max_drafts, self.block_size) for item in inputs], np.int32)
+        num_nodes = np.array([min(item.max_drafts, self.tree_size) for item in inputs], np.int32)
         if isinstance(self.executor, TreeExecutor) and self.executor.makes_trees:
             tree = self.executor.draft_tree(batch, num_nodes=num_nodes, width=WIDTH, branch=BRANCH)
         else:
