@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -164,7 +165,7 @@ def _parser(*, simulates: bool) -> argparse.ArgumentParser:
         command.add_argument("--model", default="dspark", help="default: %(default)s")
         command.add_argument(
             "--timeout",
-            type=float,
+            type=_seconds,
             default=600.0,
             metavar="SECONDS",
             help="longest answer (default: %(default)g)",
@@ -257,6 +258,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-draft-tokens", type=int, metavar="N", help="most drafts verified per step; 0 = no speculation"
     )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is a number of seconds > 0")
+    return seconds
 
 
 def _at_least_one(text: str) -> int:

@@ -28,7 +28,7 @@ def show_stream(generation: Generation) -> Answer:
                     print(delta.text, end="", flush=True)
                     wrote = delta.text
     finally:
-        if not wrote.endswith("\n"):
+        if wrote and not wrote.endswith("\n"):
             print(flush=True)
     return generation.answer
 

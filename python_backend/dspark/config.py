@@ -258,7 +258,8 @@ def read_settings(
                 values[name] = _PARSERS[name](value)
             except ValueError as error:
                 problems.append(f"{origin}: {name}: got {value!r}, allowed is {error}")
-    if not values.get("target") and not any(": target:" in problem for problem in problems):
+    unread = path is not None and str(path) not in (origin for origin, _ in sources)  # it may name the target
+    if not values.get("target") and not unread and not any(": target:" in problem for problem in problems):
         problems.append("target: not given, allowed is a Hugging Face folder, a .gguf file or a hub name")
     return values, problems
 

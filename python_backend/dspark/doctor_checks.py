@@ -83,7 +83,10 @@ def port_findings(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
                 probe.bind((host, port))
                 probe.listen(1)
             except OSError as error:
-                yield Finding(f"port {port}", f"{name}: taken on {host} ({error.strerror})", bad=True)
+                advice = f"is a server running? else dspark serve --{name}-port 0"
+                yield Finding(
+                    f"port {port}", f"{name}: taken on {host} ({error.strerror}); {advice}", bad=True
+                )
             else:
                 yield Finding(f"port {port}", f"{name}: free on {host}")
 

@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark.config import DTYPES, EXECUTORS, NUM_DRAFT_TOKENS, load_serve_config
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, DSparkError, RequestError
 from dspark.request import SAMPLING_FIELDS, Request, RequestOutput, SamplingParams, SpecMetrics, StepRecord
+
+if TYPE_CHECKING:
+    from dspark.sampling.grammar import GrammarCompiler
 
 __all__ = ["Completion", "add_generate_arguments", "complete_all", "run_generate"]
 
@@ -216,9 +219,11 @@ def run_generate(args: argparse.Namespace) -> int:
         if streams and output.text:
             print(output.text, end="", flush=True)
 
+    guides = _Guides(engine)
+
     def make(line: Mapping[str, object]) -> Request | Exception:
         try:
-            return _make_request(engine, line, defaults, args, emit=show)
+            return guides.apply(_make_request(engine, line, defaults, args, emit=show))
         except DSparkError as error:
             return error
 
@@ -233,6 +238,29 @@ def run_generate(args: argparse.Namespace) -> int:
         else:
             _tell(completion, show_text=not streams)
     return 1 if any(completion.error is not None for completion in completions) else 0
+
+
+class _Guides:
+    """Gives guided requests their grammars; the compiler is made with the first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._compiler: GrammarCompiler | None = None
+
+    def apply(self, request: Request) -> Request:
+        """Return the request, with its grammar where it has a guide. Raises RequestError."""
+        kind, tokenizer = request.params.guided_decoding_guide_type, self._engine.tokenizer
+        if kind is None:
+            return request
+        if tokenizer is None:
+            raise RequestError(
+                "guided_decoding_guide_type", kind, "nothing, since the target has no tokenizer"
+            )
+        if self._compiler is None:
+            from dspark.sampling.grammar import GrammarCompiler
+
+            self._compiler = GrammarCompiler(tokenizer, vocab_size=self._engine.target.config.vocab_size)
+        return replace(request, grammar=self._compiler(kind, request.params.guided_decoding_guide))
 
 
 def _read_lines(args: argparse.Namespace) -> list[Mapping[str, object]]:
@@ -250,7 +278,7 @@ def _read_lines(args: argparse.Namespace) -> list[Mapping[str, object]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--requests {args.requests}: cannot be read: {error}") from error
     lines: list[Mapping[str, object]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON texts may hold U+2028 as it is
         if not line.strip():
             continue
         try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dspark.cli import main
 from dspark.engine.engine import Engine
 from dspark.errors import RequestError
 from dspark.generate import Completion
@@ -181,6 +182,23 @@ def test_a_guide_that_cannot_be_followed_is_refused(target: Path, kind: str, gui
         guided(engine, kind, guide)
     assert caught.value.value == guide
     assert "<state>" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_dspark_generate_follows_the_guides_of_its_lines(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"prompt": "The quick", "guided_decoding_guide_type": "regex", "guided_decoding_guide": guide}
+        for guide in (GUIDES["regex"], "(a")
+    ]
+    lines[1]["prompt"] = "a line\u2028separator is no end of a line"
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    given = ["--target", str(target), "--requests", str(path), "--executor", "torch", "--capacity", "none"]
+    assert main(["generate", *given, "--max-tokens", "60", "--threads", "1", "--json"]) == 1
+    good, bad = map(json.loads, capsys.readouterr().out.splitlines())
+    assert is_valid("regex", good["text"])
+    assert bad["error"].startswith("guided_decoding_guide: got '(a', allowed is a regex")
 
 
 def test_a_guide_without_its_grammar_is_refused(target: Path) -> None:

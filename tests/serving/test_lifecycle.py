@@ -155,7 +155,7 @@ def test_a_model_that_cannot_load_is_reported_in_its_own_words(repository, tmp_p
         (["--target", "x", "--policy", ""], "policy"),
         (["--max-batch-size", "0"], "max_batch_size: got 0, allowed is"),
         (["--grpc-port", "70000"], "grpc-port: got 70000"),
-        (["--model-repository", "/nowhere", "--target", "hub/x"], "/nowhere"),
+        (["--model-repository", "/nowhere"], "model-repository: got /nowhere, allowed is"),
     ],
 )
 def test_dspark_serve_refuses_what_it_cannot_start(repository, arguments, said):

@@ -42,7 +42,14 @@ def test_options_that_cannot_be_sent_are_refused_by_name(options, field, nobody)
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["demo", "--rounds", "0"], ["generate", "x", "--top-k", "y"]]
+    "arguments",
+    [
+        [],
+        ["generate"],
+        ["demo", "--rounds", "0"],
+        ["generate", "x", "--top-k", "y"],
+        ["chat", "--timeout", "-5"],
+    ],
 )
 def test_wrong_usage_is_status_2(arguments):
     with pytest.raises(SystemExit) as caught:

@@ -29,6 +29,12 @@ def test_a_stream_is_printed_as_it_is_and_ends_the_line(capsys):
     assert capsys.readouterr().out == "done\n"
 
 
+def test_an_error_before_the_first_text_leaves_standard_output_empty(capsys):
+    with pytest.raises(ValueError, match="refused"):
+        show_stream(Generated(error=ValueError("refused")))
+    assert capsys.readouterr().out == ""
+
+
 def test_ctrl_c_while_printing_ends_the_request(monkeypatch):
     def interrupted(*_args, **_options):
         raise KeyboardInterrupt

@@ -116,6 +116,7 @@ def test_ports_are_free_or_taken():
         told = found(port_findings("127.0.0.1", {"grpc": taken.getsockname()[1], "http": 0}))
     grpc, http = told.values()
     assert grpc.bad and grpc.text.startswith("grpc: taken on 127.0.0.1") and not http.bad
+    assert "--grpc-port 0" in grpc.text
 
 
 def test_a_machine_without_shared_memory_or_files_is_bad(tmp_path, monkeypatch):

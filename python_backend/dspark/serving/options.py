@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dspark.config import DTYPES, EXECUTORS
+from dspark.errors import ConfigError
 from dspark.serving.checks import load_checked_config
 from dspark.serving.contract import MODEL_NAME
 from dspark.serving.paths import default_model_repository
@@ -189,6 +190,10 @@ def checked_settings(args: argparse.Namespace) -> dict[str, object]:
     """
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     version_dir = (args.model_repository or default_model_repository()) / MODEL_NAME / "1"
+    if not version_dir.parent.is_dir():
+        raise ConfigError(
+            f"model-repository: got {version_dir.parents[1]}, allowed is a folder with {MODEL_NAME}/config.pbtxt"
+        )
     model_yaml = version_dir / "model.yaml"
     config = load_checked_config(model_yaml if model_yaml.is_file() else None, given, base=version_dir)
     # Absolute from here on: the server may run in another working folder.
