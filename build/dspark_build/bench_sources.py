@@ -68,7 +68,7 @@ class Contender:
     def __init__(self, pair: BenchPair, policy: str, *, chain_len: int) -> None:
         calibrator = pair.calibrator(chain_len=chain_len)
         fitting: Calibrator | None = calibrator
-        if calibrator is not None and pair.block_size > chain_len:
+        if calibrator is not None and isinstance(pair.drafter, DSparkDrafter) and pair.drafter.tree_size:
             fitting = BlockCalibrator(calibrator, chain_len=chain_len)
         scheduler = make_scheduler(
             policy,

@@ -163,7 +163,9 @@ SAMPLING_FIELDS: frozenset[str] = frozenset(f.name for f in fields(SamplingParam
 class StepRecord:
     """One decoding step of one sequence, as `dspark generate --json` prints it.
 
-    `accepted` counts drafts only; `confidence` is None for drafters without a confidence head.
+    `accepted` counts drafts only; `confidence` is None for drafters without a confidence head, and where drafts were
+    looked up. The drafts of a tree stand in the order of their survival: accepted ones need not be the first, and the
+    product of the first k confidences is the survival of draft k.
     """
 
     draft: tuple[int, ...]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dspark.calibration.tree import TreeRater
+from dspark.calibration.tree import BlockCalibrator, TreeRater
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, TreeExecutor
 from dspark.drafters.tree import grow_trees
@@ -122,6 +123,30 @@ def test_looked_up_chains_beside_trees_are_learnt_from_as_anywhere(
             assert np.isfinite(step.soft_labels[row, 1])
             num_cut_off += 1
     assert min(num_looked_up, num_trees, num_cut_off) > 0
+
+
+def test_no_step_is_spent_on_teaching_the_calibrator_what_trees_cannot_tell(
+    target: Path, drafters: dict[str, Path]
+) -> None:
+    engine = engine_of(target, drafters["vanilla"], policy="auto")
+    calibrator = engine.scheduler.calibrator
+    assert isinstance(calibrator, BlockCalibrator)
+    calibrator.inner.deepest_starved = lambda: 4  # type: ignore[method-assign]
+    seen: list[StepObservation] = []
+    observe = engine.scheduler.observe
+    engine.scheduler.observe = lambda step: (seen.append(step), observe(step))[1]  # type: ignore[method-assign]
+    rate = TreeRater.rate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspark.scheduling.load_aware._LOOK_EVERY", 1)
+        patch.setattr(TreeRater, "rate", lambda self, block: _hopeless(rate(self, block)))
+        run(engine, [make_request([3, 5, 7])])
+    assert any(step.num_drafts.any() for step in seen)
+    assert not any(step.verify_len.any() for step in seen)
+
+
+def _hopeless(block: DraftBlock) -> DraftBlock:
+    assert block.confidence_logits is not None
+    return replace(block, confidence_logits=np.full_like(block.confidence_logits, -30.0))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -99,12 +99,15 @@ class DraftStage:
         """Return how many drafts of each decoding sequence are verified [R]; pages for them are held."""
         if not block.num_tokens.any():
             return np.zeros(len(plan.decoding), np.int32)
+        trees = (
+            block.tree is not None
+        )  # rated already, and nothing that a look deeper would teach the calibrator
         verify_len = self._scheduler.verify_len(
             sequence_ids=plan.sequence_ids,
             confidence_logits=block.confidence_logits,
             num_drafts=block.num_tokens,
-            sampled=plan.sampled if block.tree is None else np.full_like(plan.sampled, RATED, dtype=np.int8),
-            altered=plan.altered,
+            sampled=np.full_like(plan.sampled, RATED) if trees else plan.sampled,
+            altered=np.ones_like(plan.altered) if trees else plan.altered,
             prefill_tokens=plan.num_prefill_tokens,
         )
         room = self._batcher.room_for_drafts
