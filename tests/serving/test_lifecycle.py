@@ -1,6 +1,7 @@
 """How a server starts, stops, breaks and comes back; nothing may be left running."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -164,6 +166,38 @@ def test_dspark_serve_refuses_what_it_cannot_start(repository, arguments, said):
     with Serve(*arguments) as serve:
         assert serve.ends() == 2
         assert said in serve.said and "Traceback" not in serve.said
+
+
+@pytest.mark.parametrize("state", ["a file", "a folder without space"])
+def test_a_state_folder_that_cannot_be_written_is_named(repository, tmp_path, monkeypatch, state):
+    folder = tmp_path / ".dspark"
+    monkeypatch.setattr("dspark.serving.process.state_dir", lambda: folder)
+    if state == "a file":
+        folder.write_text("")
+    else:
+
+        def full(_path, *_args, **_options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+    server = server_process(repository)
+    server.options = replace(server.options, log_file=None)
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(folder))}.*; allowed is a state folder"):
+        server.start()
+    assert server.stop()
+    assert not folder.is_dir() or not list((folder / "run").iterdir())
+
+
+def test_a_server_stops_when_its_folder_cannot_be_written_any_more(repository, monkeypatch):
+    server = server_process(repository)
+    with server:
+        pids = [server.pid, *children(server.pid)]
+
+        def read_only(_path, *_args, **_options):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(Path, "touch", read_only)
+    until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_a_taken_port_is_named(repository):

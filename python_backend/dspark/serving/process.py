@@ -137,8 +137,18 @@ class ServerProcess:
         """Start the server and return at once.
 
         Raises:
-            ConfigError: no server found, a port that is taken, no such model repository.
+            ConfigError: no server found, a port that is taken, no such model repository, a folder that cannot be
+                written.
         """
+        try:
+            self._start()
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or state_dir()}: {error.strerror}; allowed is a state folder {state_dir()} (and a "
+                "--log-file) that can be written, with space left"
+            ) from error
+
+    def _start(self) -> None:
         install = find_tritonserver()
         repository = self._checked_repository()
         self.grpc_port, self.http_port, self.metrics_port = choose_ports(
@@ -308,7 +318,10 @@ class ServerProcess:
         if not self.is_ready():  # still loading, or lost: nothing can be open
             return True
         assert self._run_dir is not None
-        self._run_dir.say("drain")
+        try:
+            self._run_dir.say("drain")
+        except OSError:  # a disk that is full or read-only by now: stopping must not depend on it
+            return False
         if self._wait_drained(timeout_s):
             return True
         self._run_dir.say("stop")

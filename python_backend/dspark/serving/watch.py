@@ -68,7 +68,11 @@ class RunDir:
         pid = os.getpid()
         run_dir = cls(path=path, launcher_pid=pid, launcher_started=_started(pid) or "", overrides=overrides)
         content = {"pid": pid, "started": run_dir.launcher_started, "overrides": dict(overrides)}
-        (path / "run.json").write_text(json.dumps(content, default=str))
+        try:
+            (path / "run.json").write_text(json.dumps(content, default=str))
+        except OSError:
+            run_dir.remove()
+            raise
         return run_dir
 
     @classmethod
