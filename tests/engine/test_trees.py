@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +192,46 @@ def test_log_probs_are_those_of_the_rows_on_the_accepted_path(
     assert len(trees) == 24 * len(PROMPTS)
     assert [entry.rank for entry in trees] == [entry.rank for entry in plain]
     np.testing.assert_allclose([e.log_prob for e in trees], [e.log_prob for e in plain], atol=1e-5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_drafter_is_fed_the_rows_of_the_accepted_path_in_the_slots_of_their_positions(
+    target: Path, drafters: dict[str, Path], executor: str
+) -> None:
+    fed: list[dict[int, tuple[int, np.ndarray]]] = []
+    for size in (0, SIZE):
+        engine = engine_of(
+            target,
+            drafters["reduced"],
+            policy=f"fixed:{SIZE}",
+            draft_tree=size,
+            executor=executor,
+            page_size=4,
+        )
+        rows: dict[int, tuple[int, np.ndarray]] = {}  # by position: slot and features
+
+        def observe(
+            *,
+            features: np.ndarray,
+            positions: np.ndarray,
+            slots: np.ndarray,
+            rows: dict[int, tuple[int, np.ndarray]] = rows,
+            feed: Callable[..., None] = engine.drafter.observe,
+        ) -> None:
+            assert not set(positions.tolist()) & set(rows), "a row is fed once"
+            rows.update(zip(positions.tolist(), zip(slots.tolist(), features, strict=True), strict=True))
+            feed(features=features, positions=positions, slots=slots)
+
+        engine.drafter.observe = observe  # type: ignore[method-assign]
+        (done,) = run(engine, [make_request([3, 5, 7], max_tokens=100)])
+        assert any(step.accepted for step in done.steps)
+        fed.append(rows)
+    chains, trees = fed
+    shared = sorted(set(chains) & set(trees))  # the last step may end further on in one of them
+    assert shared == list(range(len(shared))) and len(shared) >= 100
+    for position in shared:
+        assert trees[position][0] == chains[position][0]
+        np.testing.assert_allclose(trees[position][1], chains[position][1], atol=1e-4)
 
 
 def test_long_prompts_beside_trees_change_nothing(target: Path, drafters: dict[str, Path]) -> None:
