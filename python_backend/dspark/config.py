@@ -116,13 +116,18 @@ def parse_bytes(value: object) -> int:
     Raises:
         ValueError: for anything else.
     """
+    number: float
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("a number of bytes such as 1073741824, 512MiB or 2GB")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+        number = value
+    else:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(value).strip(), re.IGNORECASE)
+        if match is None:
+            raise ValueError("a number of bytes such as 1073741824, 512MiB or 2GB")
+        base = 1024 if match[3] else 1000
+        number = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
+    if number >= 2**63:
+        raise ValueError("a number of bytes below 8 EiB")
+    return int(number)
 
 
 def _whole(low: int, high: int) -> Callable[[object], int]:
@@ -269,7 +274,7 @@ def _read_yaml(path: Path) -> Mapping[str, object]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if content is None:
         return {}

@@ -1,8 +1,13 @@
 """Every problem of the settings is told at once, with field, value and what is allowed."""
 
+import argparse
+
 import pytest
+import yaml
 from dspark.errors import ConfigError
 from dspark.serving.checks import load_checked_config
+from dspark.serving.options import add_serve_arguments, checked_settings
+from dspark.serving.paths import default_model_repository
 
 
 @pytest.fixture
@@ -24,6 +29,22 @@ def test_what_is_right_is_read_and_made_absolute(base):
     (base / "model.yaml").write_text("target: target\ncapacity: curve.json\npolicy: fixed:3\n")
     config = load_checked_config(base / "model.yaml", {}, base=base, environ={"DSPARK_PAGE_SIZE": "8"})
     assert config.target == str(base / "target") and config.page_size == 8 and config.policy == "fixed:3"
+
+
+def test_every_setting_of_the_shipped_file_is_an_option_too():
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    known = vars(parser.parse_args([]))
+    shipped = yaml.safe_load((default_model_repository() / "dspark/1/model.yaml").read_text(encoding="utf-8"))
+    assert [name for name in shipped if name not in known] == []
+    given = parser.parse_args(["--page-size", "8", "--target", "org/name", "--drafter", "none"])
+    assert checked_settings(given)["page_size"] == 8
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "TB", str(2**63), 2**63])
+def test_bytes_beyond_any_machine_are_refused_by_name(base, value):
+    told = problems(base, "target: target", {"cache_bytes": value})
+    assert [line.startswith("options: cache_bytes: got ") for line in told] == [True]
 
 
 def test_a_hub_name_may_be_a_target(base):
@@ -85,7 +106,12 @@ def test_targets_that_cannot_be_there(base, target, wrong):
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"), [("a: [", "cannot be read"), ("- 1", "got a list, allowed is a mapping")]
+    ("text", "wrong"),
+    [
+        ("a: [", "cannot be read"),
+        ("a: " + 5000 * "[", "cannot be read"),
+        ("- 1", "got a list, allowed is a mapping"),
+    ],
 )
 def test_a_file_that_cannot_be_read_does_not_hide_the_rest(base, text, wrong):
     told = "\n".join(problems(base, text, {"policy": "x"}))

@@ -27,9 +27,13 @@ _SETTINGS: Final = (
     "engine",
     "device",
     "policy",
+    "capacity",
+    "calibration",
+    "learned_calibration",
     "max_batch_size",
     "max_context_len",
     "max_step_tokens",
+    "page_size",
     "cache_bytes",
     "num_threads",
     "max_queue_size",
@@ -73,6 +77,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--policy", metavar="auto|none|fixed:K|threshold:P", help="how many drafts are verified"
     )
+    model.add_argument("--capacity", metavar="FILE|auto|none", help="what a step costs on this machine")
+    model.add_argument("--calibration", metavar="FILE|auto|none", help="how far confidences can be believed")
+    model.add_argument(
+        "--learned-calibration", metavar="FILE|auto|none", help="where what serving learns of it is kept"
+    )
     model.add_argument("--max-batch-size", type=int, metavar="R", help="sequences decoded together")
     model.add_argument("--max-context-len", type=int, metavar="N", help="tokens of prompt and answer")
     model.add_argument("--max-step-tokens", type=int, metavar="N", help="prompt tokens computed in one step")
@@ -80,6 +89,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-request-ms", type=int, metavar="MS", help="longest a request may take; 0 = no limit"
     )
+    model.add_argument("--page-size", type=int, metavar="N", help="tokens in one page of the caches")
     model.add_argument("--cache-bytes", metavar="BYTES", help="all caches together, e.g. 1GiB")
     model.add_argument("--num-threads", type=int, metavar="N", help="0 = one per core")
     server = parser.add_argument_group("server")
