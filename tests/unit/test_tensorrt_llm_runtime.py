@@ -404,6 +404,7 @@ def test_settings_that_it_cannot_meet_are_refused(
         ({"dtype": "int8", "page_size": 24}, "dtype: got 'int8'.*\npage_size: got 24, .* a power of two"),
         ({"max_context_len": CONTEXT + 1}, f"max_context_len: got {CONTEXT + 1}, allowed is at most"),
         ({"drafter": str(home / "drafter"), "prompt_lookup": True}, "prompt_lookup: got true"),
+        ({"drafter": str(home / "drafter"), "draft_tree": 8}, "draft_tree: got 8"),
         ({"drafter": str(home / "drafter"), "policy": "fixed:2"}, "policy: got 'fixed:2'"),
     ):
         with pytest.raises(ConfigError, match=wrong):

@@ -159,6 +159,8 @@ def _speculation(
         )
     if config.prompt_lookup:
         raise ConfigError("prompt_lookup: got true, allowed with executor tensorrt_llm is false")
+    if config.draft_tree:
+        raise ConfigError(f"draft_tree: got {config.draft_tree}, allowed with executor tensorrt_llm is 0")
     drafter = load_drafter_checkpoint(spec, target=target)
     curve = _curve(config, target, spec, base=base)
     folder = state_dir() / "tensorrt_llm" / drafter_identity(spec)[:24]
