@@ -49,7 +49,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of 
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 _PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
 _FEW = 512  # candidates up to which they are where it comes to choosing
-_GATHERED_STEPS, _GATHERED_ROWS = 128, 128  # what is gathered before it is learnt from
+_GATHERED_STEPS, _GATHERED_ROWS = 96, 96  # what is gathered before it is learnt from
 
 
 @dataclass(slots=True)
@@ -144,52 +144,51 @@ class LoadAwareScheduler:
         self._num_steps += 1
         self._choice = None
         drafts = num_drafts.tolist()
-        num_sequences, num_blocks = len(drafts), sum(num > 0 for num in drafts)
         # By what was asked for: where a block ended early its own drafts ended it, and they must not be seen here.
         most, self._num_asked = max(sum(drafts), self._num_asked), 0
-        if not num_blocks:
+        if not any(drafts):
             return np.zeros_like(num_drafts)
         rows = self._rows_of(sequence_ids)
-        count = max(num_sequences * self._block_size, most) + 1
-        if confidence_logits is not None and confidence_logits.size <= _PLAIN:
-            logits = confidence_logits.tolist()
-            if all(of_one[0] == of_one[0] for of_one in logits):  # NaN where looked up
-                _, plain_seconds = self._costs.seconds(
-                    num_sequences=num_sequences,
-                    prefill_tokens=prefill_tokens,
-                    num_blocks=num_blocks,
-                    count=count,
-                )
-                verify_len = self._verify_few(
-                    rows, logits, drafts, sampled.tolist(), plain_seconds[: most + 1], num_blocks
-                )
-                return self._look_deeper(verify_len, num_drafts, altered)
-        looked_up = None if confidence_logits is None else _looked_up(confidence_logits, num_drafts)
-        seconds, plain_seconds = self._costs.seconds(
-            num_sequences=num_sequences,
-            prefill_tokens=prefill_tokens,
-            num_blocks=num_blocks - (0 if looked_up is None else int(np.count_nonzero(looked_up))),
-            count=count,
-        )
-        survival = survival_of(self._confidence(rows, confidence_logits, looked_up, sampled), num_drafts)
-        if confidence_logits is not None:
-            self._choice = _Choice(rows, survival.tolist(), looked_up)
-        if survival.size <= _FEW:
-            ranked = np.ascontiguousarray(survival.T).ravel()  # position-major: index = j * R + r
-            order = np.argsort(-ranked, kind="stable")
-            num = self._num_of_few(
-                ranked[order].tolist(), plain_seconds[: most + 1], num_sequences, num_blocks
+        logits = _few_rated(confidence_logits)
+        if logits is not None:
+            verify_len = self._verify_few(
+                rows, logits, drafts, sampled.tolist(), most=most, prefill_tokens=prefill_tokens
             )
-            verify_len = np.bincount(order[:num] % num_sequences, minlength=num_sequences).astype(np.int32)
+            return self._look_deeper(verify_len, num_drafts, altered)
+        looked_up = None if confidence_logits is None else _looked_up(confidence_logits, num_drafts)
+        survival = survival_of(self._confidence(rows, confidence_logits, looked_up, sampled), num_drafts)
+        drafted = num_drafts > 0 if looked_up is None else (num_drafts > 0) & ~looked_up
+        seconds, plain_seconds = self._seconds(
+            len(drafts), int(np.count_nonzero(drafted)), most=most, prefill_tokens=prefill_tokens
+        )
+        num_blocks = sum(num > 0 for num in drafts)
+        if survival.size <= _FEW:
+            verify_len = self._verify_some(survival, plain_seconds, num_blocks)
         else:
-            verify_len = self._verify_many(survival, seconds[: most + 1], num_blocks)
+            verify_len = self._verify_many(survival, seconds, num_blocks)
         if confidence_logits is None:
             return self._spend_on_silent(verify_len, rows, num_drafts)
-        if looked_up is None:
-            return self._look_deeper(verify_len, num_drafts, altered)
+        self._choice = _Choice(rows, survival.tolist(), looked_up)
         nothing = np.int32(0)
-        verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
-        return self._look_deeper(verify_len, np.where(looked_up, nothing, num_drafts), altered)
+        if looked_up is not None:
+            verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
+        return self._look_deeper(verify_len, np.where(drafted, num_drafts, nothing), altered)
+
+    def _seconds(
+        self, num_sequences: int, num_drafted: int, *, most: int, prefill_tokens: int
+    ) -> tuple[Float64, list[float]]:
+        """Return the seconds of the step with 0 .. `most` drafts, [most + 1] as array and as list.
+
+        Arguments:
+            num_drafted: blocks that the drafter ran for.
+        """
+        seconds, plain = self._costs.seconds(
+            num_sequences=num_sequences,
+            prefill_tokens=prefill_tokens,
+            num_blocks=num_drafted,
+            count=max(num_sequences * self._block_size, most) + 1,
+        )
+        return seconds[: most + 1], plain[: most + 1]
 
     def _verify_few(
         self,
@@ -197,11 +196,13 @@ class LoadAwareScheduler:
         logits: list[list[float]],
         num_drafts: list[int],
         sampled: list[int],
-        seconds: list[float],
-        num_blocks: int,
+        *,
+        most: int,
+        prefill_tokens: int,
     ) -> Int32:
         """Return verify_len [R] of rated blocks; no arrays."""
-        num_sequences = len(rows)
+        num_sequences, num_blocks = len(rows), sum(num > 0 for num in num_drafts)
+        _, seconds = self._seconds(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)
         survival = [
             self._survival_of_one(of_one[:num], kind)
             for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
@@ -219,6 +220,14 @@ class LoadAwareScheduler:
         for _, index in ranked[:num]:
             verify_len[index % num_sequences] += 1
         return np.array(verify_len, np.int32)
+
+    def _verify_some(self, survival: Float64, seconds: list[float], num_blocks: int) -> Int32:
+        """Return verify_len [R]; ranked as arrays, chosen in plain numbers."""
+        num_sequences = len(survival)
+        ranked = np.ascontiguousarray(survival.T).ravel()  # position-major: index = j * R + r
+        order = np.argsort(-ranked, kind="stable")
+        num = self._num_of_few(ranked[order].tolist(), seconds, num_sequences, num_blocks)
+        return np.bincount(order[:num] % num_sequences, minlength=num_sequences).astype(np.int32)
 
     def _survival_of_one(self, logits: list[float], sampled: int) -> list[float]:
         """Return the survivals above 0 of one block."""
@@ -402,6 +411,14 @@ class LoadAwareScheduler:
             self._wait[new] = _FIRST_WAIT
         self._rows_seen = (sequence_ids, rows)
         return rows
+
+
+def _few_rated(confidence_logits: Float32 | None) -> list[list[float]] | None:
+    """Return the logits [R][G] where they are few and none was looked up."""
+    if confidence_logits is None or confidence_logits.size > _PLAIN:
+        return None
+    logits: list[list[float]] = confidence_logits.tolist()
+    return logits if all(of_one[0] == of_one[0] for of_one in logits) else None  # NaN where looked up
 
 
 def _looked_up(confidence_logits: Float32, num_drafts: Int32) -> Bool | None:
