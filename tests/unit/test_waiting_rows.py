@@ -37,7 +37,7 @@ def test_of_rows_for_one_slot_the_last_is_written() -> None:
 
 def test_many_rows_do_not_wait() -> None:
     waiting = WaitingRows()
-    for step in range(8):
+    for step in range(16):
         assert not waiting.full
         rows(waiting, list(range(16 * step, 16 * step + 16)), 0.0)
     assert waiting.full
