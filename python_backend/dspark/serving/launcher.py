@@ -161,14 +161,15 @@ def _dashboard(args: argparse.Namespace, server: ServerProcess) -> Dashboard | N
 
 
 def _supervise(supervisor: Supervisor, stop: _StopSignals) -> None:
-    """Keep everything serving until a signal comes.
+    """Keep everything serving until a signal comes, be it amid a look: what runs may end then, too.
 
     Raises:
         EngineError: it dies again and again, or cannot be started any more.
     """
-    while not stop.asked.wait(0.5):
-        with stop.interrupting():
-            supervisor.look()
+    with contextlib.suppress(_Stopped):
+        while not stop.asked.wait(0.5):
+            with stop.interrupting():
+                supervisor.look()
 
 
 def _run_command(
