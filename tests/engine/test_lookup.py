@@ -157,6 +157,8 @@ def test_looked_up_drafts_teach_their_own_counts_and_never_the_calibrator() -> N
                 num_blocks=1,
             )
         )
-    assert calibrator.num_labels in range(30, 61)  # the first position of the drafted sequence, some not learnt yet
+    assert calibrator.num_labels in range(
+        30, 61
+    )  # the first position of the drafted sequence, some not learnt yet
     assert calibrator.num_excluded == 0
     assert deep[-1] == G
