@@ -29,6 +29,8 @@ _EVERY, _EVERY_IDLE = (
     8,
     16,
 )  # steps that a plan holds at most, and one that drafts nothing, or the only sequence
+# A single sequence has much to win by its drafts and little to lose, so it looks again sooner, and more often.
+_EVERY_ALONE, _WAIT_ALONE, _PROBE_SHARE_ALONE = 4, 8, 0.03
 _CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = (
@@ -151,25 +153,26 @@ class DraftPlanner:
             num_blocks=0,
             count=len(rows) * self._block_size + 1,
         )
-        holds, gain = _EVERY, math.inf
+        holds, gain, compared = _EVERY, math.inf, False
         if self.knows_nothing:
             drafted, holds = counted, 1
         elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
         else:
             doubt = self._costs.model.rise_error(len(rows) + prefill_tokens, max(len(rows) // 2, 1))
-            margin = MARGIN + min(doubt, _MOST_DOUBT)
+            alone = len(rows) == 1
+            margin = 1.0 if alone else MARGIN + min(doubt, _MOST_DOUBT)
             drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin)
             if gain >= _DOUBTED:
                 holds = _EVERY if len(rows) > 1 else _EVERY_IDLE
             elif not drafted.any():
-                holds = _EVERY_IDLE
-            elif not prefill_tokens and self._is_compared(len(rows)):
-                drafted, holds = np.zeros_like(drafted), _PLAIN_STEPS
+                holds = _EVERY_ALONE if alone else _EVERY_IDLE
+            elif not alone and not prefill_tokens and self._is_compared(len(rows)):
+                drafted, holds, compared = np.zeros_like(drafted), _PLAIN_STEPS, True
         plan.promising = gain >= _DOUBTED
         self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=int(np.count_nonzero(caps)))
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
-        if holds == _PLAIN_STEPS:
+        if compared:
             return []
         return self._probed(np.array(rows, np.int64), counted, drafted, draft_s, float(verify_s[0]), passed)
 
@@ -253,7 +256,10 @@ class DraftPlanner:
         if not len(left):
             return []
         most = 2.0 * float(draft_s[-1])
-        self._probe_credit_s = min(self._probe_credit_s + _PROBE_SHARE * verify_s * passed, most)
+        share, longest_wait = (
+            (_PROBE_SHARE_ALONE, _WAIT_ALONE) if len(rows) == 1 else (_PROBE_SHARE, _LONGEST_WAIT)
+        )
+        self._probe_credit_s = min(self._probe_credit_s + share * verify_s * passed, most)
         skipped, wait = self._skipped[rows[left]], self._wait[rows[left]]
         due = left[skipped >= wait]
         if not len(due):
@@ -268,7 +274,7 @@ class DraftPlanner:
             return []
         self._probe_credit_s -= cost_s
         at = rows[due]
-        self._wait[at] = np.minimum(2.0 * self._wait[at], _LONGEST_WAIT)
+        self._wait[at] = np.minimum(2.0 * self._wait[at], longest_wait)
         self._skipped[at] = 0.0
         return [int(index) for index in due]
 
