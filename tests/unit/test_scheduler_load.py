@@ -113,26 +113,38 @@ def test_looked_up_drafts_win_on_text_that_repeats(measured: bool) -> None:
     assert auto > 0.95 * full > 2.0 * plain
 
 
-def test_drafting_comes_back_when_the_text_changes() -> None:
-    scheduler = make_scheduler(
+def drafted_alone(scheduler: Scheduler, kind: Kind, steps: int, *, warm_up: int = 0) -> float:
+    """Return how often a single sequence of this kind, which never ends, was drafted after `warm_up` steps."""
+    return decode(
+        scheduler,
+        [kind],
+        steps=steps,
+        block_size=G,
+        verify_s=verify_s,
+        draft_s=dear,
+        lifetime=10_000,
+        warm_up=warm_up,
+    ).drafted
+
+
+def dear_auto() -> Scheduler:
+    return make_scheduler(
         "auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)), calibrator=None
     )
 
-    def run(kind: Kind, steps: int, warm_up: int = 0) -> float:
-        return decode(
-            scheduler,
-            [kind],
-            steps=steps,
-            block_size=G,
-            verify_s=verify_s,
-            draft_s=dear,
-            lifetime=10_000,
-            warm_up=warm_up,
-        ).drafted
 
-    run(POOR, 300)
-    assert run(POOR, 200) < 0.1
-    assert run(REPEATS, 100, warm_up=200) > 0.9
+def test_drafting_comes_back_when_the_text_changes() -> None:
+    scheduler = dear_auto()
+    drafted_alone(scheduler, POOR, 300)
+    assert drafted_alone(scheduler, POOR, 200) < 0.1
+    assert drafted_alone(scheduler, REPEATS, 100, warm_up=200) > 0.9
+
+
+def test_a_single_sequence_is_soon_drafted_again_when_its_text_gets_better() -> None:
+    """An answer is a hundred tokens: poor blocks at its start must not decide over the rest."""
+    scheduler = dear_auto()
+    assert drafted_alone(scheduler, POOR, 200, warm_up=300) < 0.1
+    assert drafted_alone(scheduler, REPEATS, 40, warm_up=20) > 0.9
 
 
 def test_only_the_sequences_that_pay_are_drafted() -> None:
