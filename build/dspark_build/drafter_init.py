@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint
+from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint, save_drafter_checkpoint
 from dspark.errors import ConfigError
 from dspark.models.config import DrafterConfig, TargetConfig
 from dspark.models.loading import TargetCheckpoint
@@ -43,7 +43,8 @@ def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, 
 
     Arguments:
         init: `random`; `layers:A,B,...` (one target layer for each drafter layer); or a drafter folder of
-            the same shape (the block size may differ).
+            the same shape. Its block size and its draft vocabulary may differ: tokens that it could not draft
+            start from its row for other tokens (W1) and from no bias (W2).
 
     Raises:
         ConfigError: layers that are too few, too many or out of range; a drafter of another shape.
@@ -154,21 +155,38 @@ def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> No
         target_hash=model.config.target_hash,
         sliding_windows=(),
         block_size=model.config.block_size,
+        draft_vocab_size=model.config.draft_vocab_size,
     )
     if comparable != replace(model.config, sliding_windows=()):
         raise ConfigError(f"--init: {folder} is {_shape(found.config)}, this run is {_shape(model.config)}")
-    mapping = found.draft_to_target
-    if mapping is not None and not np.array_equal(mapping, model.frozen.draft_to_target.cpu().numpy()):
-        raise ConfigError(
-            f"--init: {folder} has another draft vocabulary; take it over with --vocab-from {folder}"
-        )
     for name, parameter in model.named_parameters():
         value = torch.from_numpy(found.weights.float32(name))
+        if name.startswith("markov_head.markov_w"):
+            value = _rows_of_vocab(value, found, model, is_bias=name.startswith("markov_head.markov_w2"))
         if value.shape != parameter.shape:
             raise ConfigError(
                 f"--init: {folder} has {name} {list(value.shape)}, this run {list(parameter.shape)}"
             )
         parameter.copy_(value)
+
+
+def _rows_of_vocab(value: Tensor, found: DrafterCheckpoint, model: DrafterModel, *, is_bias: bool) -> Tensor:
+    """Return the rows of W1 [Vd + 1, r] (full vocabulary: [V, r]) or W2 [Vd, r] that the model has.
+
+    W1's row for all other tokens also starts the tokens that `found` could not draft.
+    """
+    others = torch.zeros(1, value.shape[1])
+    vocab_size = found.config.vocab_size
+    row_of = torch.arange(vocab_size)
+    if is_bias and found.draft_to_target is not None:
+        row_of = torch.full((vocab_size,), len(value))
+        row_of[torch.from_numpy(found.draft_to_target.astype(np.int64))] = torch.arange(len(value))
+    elif not is_bias and found.previous_to_row is not None:
+        row_of = torch.from_numpy(found.previous_to_row.astype(np.int64))
+        others = value[-1:]
+    rows = torch.cat([value, others])[row_of[model.frozen.draft_to_target.cpu()]]
+    reduced = model.config.draft_vocab_size < vocab_size
+    return torch.cat([rows, others]) if reduced and not is_bias else rows
 
 
 def _shape(config: DrafterConfig) -> str:

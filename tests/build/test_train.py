@@ -276,6 +276,30 @@ def test_another_block_size_takes_over_all_weights_and_another_rank_none(home, t
         trainer_of(home, tmp_path / "wider", *more, "--rank", "6")
 
 
+def test_another_draft_vocabulary_takes_over_the_rows_of_the_tokens_both_have(home, tmp_path):
+    first = trainer_of(home, tmp_path / "first", "--ema", "0", "--draft-vocab", "60")
+    first.step(first.new_acceptance())
+    first.save()
+    drafter = str(tmp_path / "first" / "drafter")
+    second = trainer_of(home, tmp_path / "second", "--init", drafter, "--draft-vocab", "90")
+    old, new = (t.model.frozen.draft_to_target.tolist() for t in (first, second))
+    both = sorted({*old} & {*new})
+    assert 0 < len(both) < 90
+    old_rows, new_rows = ([ids.index(token) for token in both] for ids in (old, new))
+    close = {"atol": 2e-3, "rtol": 1e-3}
+    for name, parameter in first.parameters.items():
+        taken = second.parameters[name]
+        if name.startswith("markov_head.markov_w"):
+            torch.testing.assert_close(parameter[old_rows], taken[new_rows], **close)
+        else:
+            torch.testing.assert_close(parameter, taken, **close)
+    fresh_rows = [new.index(token) for token in new if token not in both]
+    w1, w2 = (second.parameters[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    others = first.parameters["markov_head.markov_w1.weight"][-1]
+    torch.testing.assert_close(w1[[*fresh_rows, -1]], others.expand(len(fresh_rows) + 1, -1), **close)
+    assert not w2[fresh_rows].any()
+
+
 def test_a_copied_layer_sees_the_context_as_the_target_does_where_its_input_is_stored(home, tmp_path):
     checkpoint = load_target(home / "target")
     trainer = trainer_of(home, tmp_path / "run", "--init", "layers:1", "--target-layers", "0,2")
