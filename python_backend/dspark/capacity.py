@@ -2,7 +2,7 @@
 
 What is measured, and how, is in `scheduling.measurement`; a curve that does not fit this machine, executor, type,
 thread count and pair is never used. Measured curves are kept in the state folder (`.dspark/capacity/`), one file for
-each set-up.
+each set-up and batch size: a curve measured for one request at a time knows nothing of sixteen.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def starting_curve(
         named = CapacityFile.load(path)
         named.check_fingerprint(expected)
         return named.curve
-    kept = state_dir() / "capacity" / f"{_digest(expected)}.json"
+    kept = state_dir() / "capacity" / f"{_digest(expected, limits.max_batch_size)}.json"
     for path in (*(() if base is None else (base / "capacity.json",)), kept):
         if path.is_file():
             try:
@@ -212,6 +212,6 @@ def measure_pair(
     )
 
 
-def _digest(fingerprint: Fingerprint) -> str:
-    text = json.dumps(asdict(fingerprint), sort_keys=True)
+def _digest(fingerprint: Fingerprint, max_batch_size: int) -> str:
+    text = json.dumps({**asdict(fingerprint), "max_batch_size": max_batch_size}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]

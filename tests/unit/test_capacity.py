@@ -78,6 +78,16 @@ def test_a_curve_of_trees_is_not_taken_for_one_of_chains(
     assert len(list((state / "capacity").iterdir())) == 2
 
 
+def test_a_curve_of_single_requests_is_not_taken_for_one_of_many(
+    target: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_QUICK_S", 0.3)
+    for size, measured in ((1, True), (8, True), (8, False), (1, False)):
+        _, told = start(target, max_batch_size=size)
+        assert any("measuring" in line for line in told) == measured, size
+    assert len(list((state / "capacity").iterdir())) == 2
+
+
 def test_answers_do_not_depend_on_whether_the_machine_was_measured(target: Path) -> None:
     requests = [make_request([i, 4, 8, 15, 4, 8, 15], max_tokens=40) for i in range(4)]
     plain = [done.token_ids for done in run(make_engine(target), requests)]

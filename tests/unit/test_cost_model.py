@@ -282,3 +282,10 @@ def test_slow_first_steps_do_not_bend_the_curve() -> None:
     model.flush()
     assert float(model.verify_s(16, 1)[0]) == pytest.approx(0.008, rel=0.05)
     assert float(model.verify_s(32, 1)[0]) == pytest.approx(0.012, rel=0.05)
+
+
+def test_many_blocks_are_not_taken_for_the_price_of_the_one_that_was_measured() -> None:
+    one = CostCurve(target_tokens=(1, 8), verify_s=(0.006, 0.007), num_blocks=(1,), draft_s=(0.0004,))
+    seconds = CostModel(one).draft_s_range(16)
+    assert seconds[0] == pytest.approx(0.0004)
+    assert seconds[15] > 3 * seconds[0]

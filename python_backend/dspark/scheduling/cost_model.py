@@ -209,7 +209,11 @@ class CostModel:
             self._draft = CorrectedCurve(sizes, (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
         else:
             self._verify = CorrectedCurve(curve.target_tokens, curve.verify_s, prior_weight=16.0)
-            if curve.num_blocks:
+            if len(curve.num_blocks) == 1:  # what more blocks take is a guess
+                size, block_s = curve.num_blocks[0], curve.draft_s[0]
+                more_s = block_s * (1.0 + _BLOCK_SHARE / size)
+                self._draft = CorrectedCurve((size, size + 1), (block_s, more_s), prior_weight=16.0)
+            elif curve.num_blocks:
                 self._draft = CorrectedCurve(curve.num_blocks, curve.draft_s, prior_weight=16.0)
             else:
                 self._draft = CorrectedCurve((1, 2), (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
