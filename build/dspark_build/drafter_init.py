@@ -73,15 +73,27 @@ def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, 
 
 
 def export_drafter(
-    folder: Path, model: DrafterModel, parameters: dict[str, Tensor], *, dtype: str = "float16"
+    folder: Path,
+    model: DrafterModel,
+    parameters: dict[str, Tensor],
+    *,
+    greedy_confidence: npt.NDArray[np.float32] | None = None,
+    dtype: str = "float16",
 ) -> None:
-    """Write the serving checkpoint: the parameters and the draft vocabulary, without embedding and head."""
+    """Write the serving checkpoint: the parameters and the draft vocabulary, without embedding and head.
+
+    Arguments:
+        greedy_confidence: [G, 3] weights that rate arg-max drafts, where they were fitted.
+    """
     config = model.config
+    tensors = {name: value.detach().float().cpu().numpy() for name, value in parameters.items()}
+    if greedy_confidence is not None:
+        tensors["confidence_head.greedy.weight"] = greedy_confidence
     reduced = config.draft_vocab_size < config.vocab_size
     save_drafter_checkpoint(
         folder,
         config,
-        {name: value.detach().float().cpu().numpy() for name, value in parameters.items()},
+        tensors,
         draft_to_target=model.frozen.draft_to_target.cpu().numpy().astype(np.int32) if reduced else None,
         dtype=dtype,  # type: ignore[arg-type]
     )

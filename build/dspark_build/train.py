@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from dspark_build.curves import Curves
 from dspark_build.drafter_init import choose_draft_vocab, export_drafter, initialise
 from dspark_build.drafting_loss import LossWeights
 from dspark_build.feature_cache import stored_layers
+from dspark_build.greedy_confidence import MIN_BLOCKS, GreedyFit, fit_greedy_confidence
 from dspark_build.optimizer import MatrixOptimizer
 from dspark_build.progress import ProgressLine, StopSignal, say
 from dspark_build.training_batch import PackedBatch, choose_anchors, pack
@@ -260,13 +263,35 @@ class Trainer:
         s = self.settings
         return LossWeights(ce=s.ce, tv=s.tv, kl=kl, confidence=s.confidence_weight, decay=s.decay)
 
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """Put the served parameters in place of those that learn, and these back at the end."""
+        live = {name: value.detach().clone() for name, value in self.parameters.items()} if self.ema else {}
+        with torch.no_grad():
+            for name in live:
+                self.parameters[name].copy_(self.served_parameters[name])
+        yield
+        with torch.no_grad():
+            for name, value in live.items():
+                self.parameters[name].copy_(value)
+
+    def rate_greedy(self) -> GreedyFit | None:
+        """Fit what arg-max drafts are worth and write it to the drafter; None with too few greedy answers."""
+        with self._served():
+            fit = fit_greedy_confidence(self.model, self.data, sequences=self.settings.sequences)
+        if fit is not None:
+            export_drafter(
+                self.out / "drafter", self.model, self.served_parameters, greedy_confidence=fit.weights
+            )
+        return fit
+
     @torch.no_grad()
     def held_out(self, *, max_sequences: int = 48) -> Acceptance:
         """Measure the served parameters on held-out prompts: every fourth answer token is an anchor."""
-        live = {name: value.detach().clone() for name, value in self.parameters.items()} if self.ema else {}
-        if self.ema is not None:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(self.ema.mean[name])
+        with self._served():
+            return self._held_out(max_sequences)
+
+    def _held_out(self, max_sequences: int) -> Acceptance:
         seen = Acceptance(self.settings.block_size, whole_blocks=True)
         keys = self.data.held_out[:max_sequences]
         for first in range(0, len(keys), self.settings.sequences):
@@ -275,8 +300,6 @@ class Trainer:
             batch = pack(examples, anchors, block_size=self.settings.block_size).to(self.device)
             result = self.model.loss(batch, self._weights(kl=0.0), want_greedy=True)
             seen.add(result, batch, self.model.frozen.draft_to_target)
-        for name, value in live.items():
-            self.parameters[name].copy_(value)
         return seen
 
 
@@ -340,7 +363,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--confidence-only",
         action="store_true",
         help="with --init DRAFTER: fit its confidence head alone, on answers that the rest never saw; on those it was "
-        "trained with a drafter looks better than it is",
+        "trained with a drafter looks better than it is. Greedy answers also tell what an arg-max draft's own "
+        "probability says",
     )
     model.add_argument(
         "--draft-vocab", type=int, default=12288, help="tokens it can propose; 0 = all (%(default)s)"
@@ -445,6 +469,8 @@ def train(trainer: Trainer, *, should_stop: StopSignal, checkpoint_s: float) -> 
     finally:
         line.close()
     _checkpoint(trainer, curves, seen)
+    if trainer.settings.confidence_only and not should_stop():
+        _rate_greedy(trainer)
     ended = "stopped by a signal; the same command goes on" if should_stop() else "finished"
     say(f"train: {ended}; drafter in {trainer.out / 'drafter'}")
 
@@ -474,6 +500,19 @@ def _checkpoint(trainer: Trainer, curves: Curves, seen: Acceptance) -> None:
     trainer.save()
     curves.add(row)
     curves.save()
+
+
+def _rate_greedy(trainer: Trainer) -> None:
+    fit = trainer.rate_greedy()
+    if fit is None:
+        say(
+            f"greedy confidence: left out, --data has fewer than {MIN_BLOCKS} blocks of answers at temperature 0"
+        )
+        return
+    say(
+        f"greedy confidence: {fit.num_blocks} blocks; AUC of the first position "
+        f"{fit.auc_before:.3f} -> {fit.auc_after:.3f} on answers it was not fitted to"
+    )
 
 
 def _status(trainer: Trainer, seen: Acceptance, speed: float) -> str:

@@ -143,6 +143,11 @@ class Dataset:
             counts += np.bincount(shard.sequence(i)[shard.prompt_len[i] :], minlength=vocab_size)
         return counts
 
+    def temperature(self, key: tuple[int, int]) -> float:
+        """Return the temperature that an answer was drawn at."""
+        number, i = key
+        return float(self._shards[number].temperature[i])
+
     def example(self, key: tuple[int, int]) -> Example:
         """Read one example; `key` is an entry of `train` or `held_out`."""
         number, i = key

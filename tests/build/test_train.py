@@ -12,7 +12,7 @@ import torch
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CapacityError, CheckpointError, ConfigError, NonFiniteError
 from dspark.models.loading import load_target
-from dspark_build import files, train
+from dspark_build import files, greedy_confidence, train
 from dspark_build.answers import AnswerShard, shard_path
 from dspark_build.cli import main
 from dspark_build.feature_cache import FeatureStore, feature_folder, feature_paths
@@ -384,3 +384,45 @@ def test_the_confidence_head_alone_can_be_fitted_and_nothing_else_moves(home, tm
     moved = {name for name in names if not np.array_equal(before.float32(name), after.float32(name))}
     assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
     assert main(["train", *train_command(home, tmp_path / "none"), "--confidence-only"]) != 0
+
+
+def test_the_confidence_run_tells_what_an_arg_max_draft_is_worth(home, tmp_path, monkeypatch, capsys):
+    assert main(["train", *train_command(home, tmp_path / "run")]) == 0
+    first, fitted = (tmp_path / name / "drafter" for name in ("run", "fitted"))
+    options = ["--confidence-only", "--init", str(first), "--vocab-from", str(first)]
+    monkeypatch.setattr(train, "MIN_BLOCKS", 10)
+    monkeypatch.setattr(greedy_confidence, "MIN_BLOCKS", 10)
+    assert main(["train", *train_command(home, tmp_path / "fitted"), *options]) == 0
+    assert "greedy confidence:" in capsys.readouterr().err
+    target = load_target(home / "target").config
+    assert load_drafter_checkpoint(first, target=target).greedy_confidence() is None
+    weights = load_drafter_checkpoint(fitted, target=target).greedy_confidence()
+    assert weights is not None and weights.shape == (3, 3) and np.isfinite(weights).all()
+    monkeypatch.setattr(greedy_confidence, "MIN_BLOCKS", 10**6)
+    assert main(["train", *train_command(home, tmp_path / "few"), *options]) == 0
+    assert "left out" in capsys.readouterr().err
+
+
+def test_the_fit_finds_the_weights_that_the_outcomes_were_drawn_with():
+    rng = np.random.default_rng(3)
+    z, log_q = rng.normal(0.3, 1.0, (20_000, 2)), -rng.exponential(0.8, (20_000, 2))
+    true = np.array([[0.8, 1.5, 0.9], [0.5, 0.9, 0.4]])
+    rate = 1.0 / (1.0 + np.exp(-(true[:, 0] * z + true[:, 1] * log_q + true[:, 2])))
+    hit = rng.random(rate.shape) < rate
+    known = np.stack([np.ones(len(hit), bool), hit[:, 0]], 1)
+    slots = greedy_confidence.GreedySlots(
+        features=np.stack([z, log_q, np.ones_like(z)], -1), hit=hit, known=known
+    )
+    np.testing.assert_allclose(greedy_confidence.fit_weights(slots), true, atol=0.15)
+
+
+def test_slots_behind_a_miss_or_the_end_of_the_answer_are_not_learnt_from(home, tmp_path):
+    trainer = trainer_of(home, tmp_path / "run", "--block-size", "4")
+    keys = [key for key in trainer.data.train if trainer.data.temperature(key) == 0.0]
+    assert 0 < len(keys) < len(trainer.data.train)
+    parts = list(greedy_confidence.greedy_slots(trainer.model, trainer.data, keys[:6], sequences=3))
+    assert len(parts) == 2
+    for part in parts:
+        assert part.known[:, 0].all()
+        assert not (part.known[:, 1:] & ~part.hit[:, :-1]).any()
+        assert not (part.known[:, 1:] & ~part.known[:, :-1]).any()

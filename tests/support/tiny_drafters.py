@@ -65,6 +65,7 @@ def write_tiny_drafter(
     sliding_windows: tuple[int | None, ...] | None = None,
     own_embedding: bool = False,
     own_head: bool = False,
+    greedy_confidence: bool = False,
 ) -> DrafterConfig:
     """Write a drafter with random weights and return its configuration.
 
@@ -96,6 +97,8 @@ def write_tiny_drafter(
         shapes["embed_tokens.weight"] = (config.vocab_size, d)
     if own_head:
         shapes["lm_head.weight"] = (config.draft_vocab_size, d)
+    if greedy_confidence:
+        shapes["confidence_head.greedy.weight"] = (block_size, 3)
     tensors = {name: _random(rng, name, shape) for name, shape in shapes.items()}
     mapping = None
     if draft_vocab is not None:

@@ -394,6 +394,17 @@ def test_every_shape_is_checked(tmp_path: Path) -> None:
         refuse(tmp_path / "d", name, str(list(shape)), str(list(wrong.shape)), target=target)
 
 
+def test_weights_that_rate_arg_max_drafts_are_optional(folder: Path, tmp_path: Path) -> None:
+    assert load_drafter_checkpoint(folder, target=tiny_target_config()).greedy_confidence() is None
+    config = write_tiny_drafter(tmp_path / "d", tiny_target_config(), greedy_confidence=True)
+    weights = load_drafter_checkpoint(tmp_path / "d", target=tiny_target_config()).greedy_confidence()
+    assert weights is not None and weights.shape == (config.block_size, 3)
+    edit_tensors(tmp_path / "d", **{"confidence_head.greedy.weight": np.zeros((2, 3), np.float32)})
+    refuse(tmp_path / "d", "confidence_head.greedy.weight", f"[{config.block_size}, 3]", "[2, 3]")
+    edit(tmp_path / "d", enable_confidence_head=False)
+    refuse(tmp_path / "d", "left over", "confidence_head.greedy.weight")
+
+
 def test_left_over_tensor_is_refused(folder: Path) -> None:
     edit_tensors(folder, **{"layers.0.self_attn.sinks": np.zeros(4, np.float32)})
     refuse(folder, "left over", "layers.0.self_attn.sinks")

@@ -33,6 +33,7 @@ class StepwiseOnly:
         self.initial_state = executor.initial_state
         self.head_step = executor.head_step
         self.confidence_logits = executor.confidence_logits
+        self.greedy_confidence = executor.greedy_confidence
 
 
 class Scene:
@@ -113,6 +114,24 @@ def test_greedy_drafts_are_the_arg_max_of_the_formulas(
         best = [int(values.argmax()) for values in logits]
         assert drafts == (best if scene.mapping is None else scene.mapping[best].tolist())
         np.testing.assert_allclose(block.confidence_logits[row], confidences, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_greedy_drafts_are_rated_by_their_own_probability_too(tmp_path: Path, fused: bool) -> None:
+    scene = Scene(tmp_path / "d", draft_vocab=17, small_w1=True, greedy_confidence=True)
+    weights = scene.bench.executor.greedy_confidence
+    assert weights is not None
+    drafter = scene.drafter if fused else scene.stepwise
+    block = drafter.propose([scene.input(row) for row in range(4)])
+    drawn = drafter.propose([scene.input(row, temperature=0.7) for row in range(4)])
+    assert block.confidence_logits is not None and drawn.confidence_logits is not None
+    for row in range(4):
+        logits, confidences = scene.position_logits(row, rows_of(block, row))
+        best = np.array([values.max() - np.log(np.exp(values).sum()) for values in logits])
+        wanted = weights[:, 0] * confidences + weights[:, 1] * best + weights[:, 2]
+        np.testing.assert_allclose(block.confidence_logits[row], wanted, rtol=1e-3, atol=1e-4)
+        _, confidences = scene.position_logits(row, rows_of(drawn, row))
+        np.testing.assert_allclose(drawn.confidence_logits[row], confidences, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("head", HEADS)

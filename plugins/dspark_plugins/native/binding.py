@@ -92,7 +92,14 @@ class _HeadConfig(ct.Structure):
         ("reserved", ct.c_int32),
         *(
             (name, ct.c_void_p)
-            for name in ("w1", "mix_bias", "confidence", "previous_to_row", "draft_to_target")
+            for name in (
+                "w1",
+                "mix_bias",
+                "confidence",
+                "greedy_confidence",
+                "previous_to_row",
+                "draft_to_target",
+            )
         ),
         *((name, ct.c_void_p) for name in ("w2", "mix")),
         ("isa", ct.c_char_p),
@@ -407,6 +414,7 @@ class NativeHead:
         w2: [Vd, r].
         mix: gate [r, d + r] or recurrent [3 r, 2 r + d] projection with its bias, by `kind`.
         confidence: [d] or [d + r] float32 and its bias.
+        greedy_confidence: [G, 3] float32, weights of the confidence logit, of log q and of 1 for arg-max drafts.
     """
 
     def __init__(
@@ -424,9 +432,10 @@ class NativeHead:
         confidence_bias: float,
         previous_to_row: Int32 | None,
         draft_to_target: Int32 | None,
+        greedy_confidence: Float32 | None = None,
     ) -> None:
         self._library, self._pool = _load(), pool
-        arrays = (w1, mix_bias, confidence, previous_to_row, draft_to_target)
+        arrays = (w1, mix_bias, confidence, greedy_confidence, previous_to_row, draft_to_target)
         self._keep = (*arrays, w2, mix)
         at = [None if array is None else _address(array) for array in arrays]
         self.rank = 0 if w1 is None else w1.shape[1]
@@ -442,8 +451,9 @@ class NativeHead:
             w1=at[0],
             mix_bias=at[1],
             confidence=at[2],
-            previous_to_row=at[3],
-            draft_to_target=at[4],
+            greedy_confidence=at[3],
+            previous_to_row=at[4],
+            draft_to_target=at[5],
             w2=w2.handle if w2 else None,
             mix=mix.handle if mix else None,
             isa=_wanted_isa(),

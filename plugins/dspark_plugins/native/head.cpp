@@ -1,4 +1,5 @@
 // The sequential head: G dependent small steps over the draft vocabulary, as phases of one run.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -66,6 +67,7 @@ class Head {
   void run(PhaseInfo phase, int begin, int end);
   void embed(int32_t token, float* out) const;
   float rate(const float* hidden, const float* embedded) const;
+  int32_t pick(int step, int64_t at) const;
   void embed_row(int step, int i);
   void mix_row(int i);
   void bias_input(int i, const float* z) {
@@ -217,6 +219,22 @@ float Head::rate(const float* hidden, const float* embedded) const {
   return sum;
 }
 
+// The arg-max entry of one row of logits. With `greedy_confidence` its own probability is rated too: at temperature 0 the
+// token itself may be looked at, since what is accepted does not depend on how it is judged.
+int32_t Head::pick(int step, int64_t at) const {
+  const float* logits = logits_ + at * c_.draft_vocab_size;
+  int32_t entry = 0;
+  if (!c_.greedy_confidence || !confidence_) {
+    kernels_.argmax(logits, c_.draft_vocab_size, &entry, finite_ + at);
+    return entry;
+  }
+  float value = 0.0f, log_sum = 0.0f;
+  finite_[at] = kernels_.top(const_cast<float*>(logits), nullptr, c_.draft_vocab_size, 1, &value, &entry, &log_sum) > 0;
+  const float* w = c_.greedy_confidence + step * 3;
+  if (finite_[at]) confidence_[at] = w[0] * confidence_[at] + w[1] * std::min(value - log_sum, 0.0f) + w[2];
+  return finite_[at] ? entry : 0;
+}
+
 void Head::embed_row(int step, int i) {
   float* embedded = embedded_.as<float>() + int64_t{i} * (c_.rank + 16);
   const float* hidden = hidden_of(i, step);
@@ -261,7 +279,11 @@ void Head::draw(int step, int i) {
   const float* logits = logits_ + at * vocab;
   const DSparkSampling& s = samplings_[i];
   int32_t entry = 0;
-  kernels_.argmax(logits, vocab, &entry, finite_ + at);
+  if (s.scale > 0.0f) {
+    kernels_.argmax(logits, vocab, &entry, finite_ + at);
+  } else {
+    entry = pick(step, at);
+  }
   count_[at] = 0;
   if (s.scale > 0.0f && finite_[at]) {
     DrawRow row{};
@@ -320,8 +342,7 @@ void Head::run(PhaseInfo phase, int begin, int end) {
     case kPick:
       for (int i = begin; i < end; ++i) {
         const int64_t at = int64_t{i} * steps_ + phase.step;
-        int32_t token = 0;
-        kernels_.argmax(logits_ + at * vocab, static_cast<int>(vocab), &token, finite_ + at);
+        int32_t token = pick(phase.step, at);
         if (c_.draft_to_target) token = c_.draft_to_target[token];
         tokens_[at] = previous_[static_cast<size_t>(i)] = token;
       }

@@ -1,13 +1,14 @@
 """Drafter checkpoints: load with every check, save atomically. No torch.
 
 The tensors are DeepSpec's (`tensor_shapes` names each one with its shape). Two additions of ours shrink a
-drafter for a small target, where the vocabulary outweighs everything else:
+drafter for a small target, where the vocabulary outweighs everything else, and one rates its arg-max drafts better:
 
 * a reduced draft vocabulary of Vd tokens: tensor `draft_to_target` int32 [Vd], ascending target ids.
   markov_w2 and an own lm_head then have Vd rows; without an own lm_head the target's rows are gathered. The
   speculators layout's `d2t` (offsets to add to the draft id) is read as well;
 * `markov_previous_vocab: "draft"`: markov_w1 has Vd + 1 rows, one for each draft token and row Vd for all
-  others. At V = 49152, Vd = 12288, r = 256 in float16 that is 6 MB in place of 25.
+  others. At V = 49152, Vd = 12288, r = 256 in float16 that is 6 MB in place of 25;
+* `confidence_head.greedy.weight` [G, 3], optional: see greedy_confidence.py.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight")
+_GREEDY_CONFIDENCE = "confidence_head.greedy.weight"
 _VOCABULARY = ("draft_to_target", "d2t", "t2d")
 
 
@@ -93,6 +95,11 @@ class DrafterCheckpoint(SharedTables):
     config: DrafterConfig
     previous_to_row: Int32 | None  # [V]
     calibration_path: Path | None  # calibration.json beside the weights
+
+    def greedy_confidence(self) -> Float32 | None:
+        """Return the weights [G, 3] that rate arg-max drafts (greedy_confidence.py), None where there are none."""
+        names = self.weights.names()
+        return self.weights.float32(_GREEDY_CONFIDENCE) if _GREEDY_CONFIDENCE in names else None
 
 
 def tensor_shapes(config: DrafterConfig, *, previous: PreviousVocab = "target") -> dict[str, tuple[int, ...]]:
@@ -172,7 +179,8 @@ def save_drafter_checkpoint(
 
     Arguments:
         tensors: those of `tensor_shapes`, and embed_tokens.weight [V, d] or lm_head.weight [Vd, d] where the
-            drafter has its own. Whether markov_w1 covers the target's vocabulary or the draft's is seen from
+            drafter has its own, and confidence_head.greedy.weight [G, 3] where arg-max drafts are rated by their
+            own probability too. Whether markov_w1 covers the target's vocabulary or the draft's is seen from
             its rows.
         draft_to_target: [Vd] ascending target ids, for a reduced vocabulary.
         dtype: how floats are stored.
@@ -232,6 +240,8 @@ def _check_shapes(
     wanted = tensor_shapes(config, previous=previous)
     d = config.decoder.hidden_size
     optional = dict(zip(_OPTIONAL, ((config.vocab_size, d), (config.draft_vocab_size, d)), strict=True))
+    if config.enable_confidence_head:
+        optional[_GREEDY_CONFIDENCE] = (config.block_size, 3)
     missing = sorted(wanted.keys() - shapes.keys())
     left_over = sorted(shapes.keys() - wanted.keys() - optional.keys())
     if missing or left_over:

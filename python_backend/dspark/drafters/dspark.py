@@ -15,6 +15,7 @@ import numpy as np
 
 from dspark.drafters.device_draws import SampledBlockExecutor, drawn_block, join_blocks
 from dspark.drafters.drawing import best_tokens, draw_draft
+from dspark.drafters.greedy_confidence import log_q_of_best, rate_greedy
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
 from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
 from dspark.drafters.waiting_rows import WaitingRows
@@ -135,6 +136,16 @@ class DSparkDrafter:
             parts.append((rows, block))
         return join_blocks(parts, len(inputs))
 
+    def _rated(self, k: int, inputs: Sequence[DraftInput], confidence: Float32, logits: Float32) -> Float32:
+        """Return the confidence logits [R] of position k, given the head's own [R] and the draft logits [R, Vd]."""
+        greedy = np.array([item.sampler.params.greedy for item in inputs])
+        weights = self.executor.greedy_confidence
+        if weights is None or not greedy.any():
+            return confidence
+        rated = confidence.copy()
+        rated[greedy] = rate_greedy(weights[k], confidence[greedy], log_q_of_best(logits[greedy]))
+        return rated
+
     def _sample_block(self, inputs: Sequence[DraftInput], batch: DraftBatch, num_drafts: Int32) -> DraftBlock:
         """Run the block pass and draw position after position over all sequences that still want one."""
         output = self.executor.draft(batch)
@@ -162,7 +173,7 @@ class DSparkDrafter:
             ok = np.ones(len(alive), np.bool_)
             if confidence is not None:
                 has_confidence = True
-                rated[alive, k] = confidence
+                rated[alive, k] = self._rated(k, [inputs[row] for row in alive], confidence, logits)
                 ok = np.isfinite(confidence)
             best = best_tokens(logits, self.draft_to_target)
             for at, row in enumerate(alive):

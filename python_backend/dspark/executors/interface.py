@@ -114,6 +114,9 @@ class BlockDrafterExecutor(Protocol):
 
     config: DrafterConfig
     name: str
+    greedy_confidence: (
+        Float32 | None
+    )  # [G, 3] weights of drafters/greedy_confidence.py; None: arg-max drafts are rated like drawn ones
 
     def allocate_cache(self, *, num_pages: int, page_size: int) -> None: ...
 

@@ -96,6 +96,7 @@ class NativeBlockDrafter:
         self._rope = RopeTable(*inverse_frequencies(decoder.rope, decoder.head_dim))
         self._scratch: Float32 = np.empty(0, np.float32)
         self._draft_to_target = checkpoint.draft_to_target
+        self.greedy_confidence = checkpoint.greedy_confidence()
         self._probs = np.empty(0, np.float64)
         self._entries: Int32 = np.empty(0, np.int32)
         self._target = target
@@ -175,6 +176,7 @@ class NativeBlockDrafter:
             confidence_bias=confidence_bias,
             previous_to_row=checkpoint.previous_to_row,
             draft_to_target=checkpoint.draft_to_target,
+            greedy_confidence=self.greedy_confidence,
         )
 
     # Caches

@@ -81,6 +81,8 @@ class TensorRTBlockDrafter:
 
     # The block
 
+    greedy_confidence: Float32 | None = None  # the device rates arg-max drafts like drawn ones
+
     def draft(self, batch: DraftBatch) -> BlockOutput:
         """Run the block pass of every sequence."""
         num_sequences = len(batch.anchors)

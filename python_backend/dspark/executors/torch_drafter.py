@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
+from dspark.drafters.greedy_confidence import rate_greedy
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.dtype import torch_dtype
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
@@ -81,6 +82,7 @@ class TorchBlockDrafter:
         self.dtype = dtype
         self._dtype, self._device = torch_dtype(dtype), torch.device(device)
         self._page_size = 0
+        self.greedy_confidence = checkpoint.greedy_confidence()
         decoder = config.decoder
         frequencies, self._rope_factor = inverse_frequencies(decoder.rope, decoder.head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(self._device)  # [D / 2] float32
@@ -369,7 +371,11 @@ class TorchBlockDrafter:
             best, previous = logits.max(dim=-1)
             finite[:, k] = best.isfinite().cpu().numpy()
             if step_confidence is not None and confidence is not None:
-                confidence[:, k] = step_confidence.cpu().numpy()
+                rated = step_confidence.cpu().numpy()
+                if self.greedy_confidence is not None:
+                    log_q = (best - logits.logsumexp(-1)).cpu().numpy()
+                    rated = rate_greedy(self.greedy_confidence[k], rated, log_q)
+                confidence[:, k] = rated
                 finite[:, k] &= np.isfinite(confidence[:, k])
             if self._draft_to_target is not None:
                 previous = self._draft_to_target[previous]

@@ -1,0 +1,141 @@
+"""Fit what arg-max drafts are worth: the weights of `dspark.drafters.greedy_confidence`.
+
+The label is whether the draft is the target's arg-max, on greedy answers of the target, at slots all of whose
+predecessors in the block were right: what verification will see at temperature 0. On answers that the drafter was
+trained with it looks better than it is, so this belongs to `--confidence-only` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dspark.calibration.sts import auc
+
+from dspark_build.training_batch import pack
+from dspark_build.training_data import Dataset
+from dspark_build.training_model import DrafterModel
+
+__all__ = ["GreedyFit", "GreedySlots", "fit_greedy_confidence", "fit_weights", "greedy_slots"]
+
+Array = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+MIN_BLOCKS = 400
+_EVERY = 3  # answer tokens between two anchors
+_POOLED_LABELS = 100.0  # labels that the fit of all positions together is worth to one of them
+_RIDGE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedySlots:
+    """N blocks, teacher-forced."""
+
+    features: Array  # [N, G, 3] confidence logit, log q of the arg-max, 1
+    hit: Bool  # [N, G] the arg-max is the target's
+    known: Bool  # [N, G] all slots before it were hits, and the answer goes that far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyFit:
+    """Weights, and how well they order the blocks of every fifth answer, which they were not fitted to."""
+
+    weights: npt.NDArray[np.float32]  # [G, 3]
+    auc_before: float  # of the confidence logit at the first position
+    auc_after: float
+    num_blocks: int
+
+
+def fit_greedy_confidence(model: DrafterModel, data: Dataset, *, sequences: int) -> GreedyFit | None:
+    """Fit to all greedy answers of `data`; None where they give fewer than `MIN_BLOCKS` blocks.
+
+    Arguments:
+        model: with a confidence head, its parameters those that are served.
+        sequences: of one pass.
+    """
+    keys = [key for key in (*data.train, *data.held_out) if data.temperature(key) == 0.0]
+    parts = list(greedy_slots(model, data, keys, sequences=sequences))
+    if sum(len(part.hit) for part in parts) < MIN_BLOCKS:
+        return None
+    asked = [part for at, part in enumerate(parts) if at % 5 == 4]
+    learnt = _joined([part for at, part in enumerate(parts) if at % 5 != 4])
+    check = _joined(asked) if asked else learnt
+    score = check.features[:, 0] @ fit_weights(learnt)[0]
+    return GreedyFit(
+        weights=fit_weights(_joined(parts)).astype(np.float32),
+        auc_before=auc(check.features[:, 0, 0], check.hit[:, 0]),
+        auc_after=auc(score, check.hit[:, 0]),
+        num_blocks=sum(len(part.hit) for part in parts),
+    )
+
+
+@torch.no_grad()
+def greedy_slots(
+    model: DrafterModel, data: Dataset, keys: list[tuple[int, int]], *, sequences: int
+) -> Iterator[GreedySlots]:
+    """Yield the blocks of some answers, `sequences` answers at a time."""
+    device = model.frozen.embedding.device
+    for first in range(0, len(keys), sequences):
+        examples = [data.example(key) for key in keys[first : first + sequences]]
+        anchors = [np.arange(e.prompt_len, len(e.tokens) - 1, _EVERY, dtype=np.int64) for e in examples]
+        batch = pack(examples, anchors, block_size=model.config.block_size).to(device)
+        if not batch.num_blocks:
+            continue
+        output = model.block_pass(batch)
+        assert output.confidence_logits is not None, "fitted for drafters with a confidence head"
+        best, entry = (logits := model.logits(output)).max(-1)
+        log_q = best - logits.logsumexp(-1)
+        hit = model.frozen.draft_to_target[entry] == batch.target_argmax[batch.target_row]
+        features = torch.stack([output.confidence_logits, log_q, torch.ones_like(log_q)], -1)
+        right = torch.cumprod((hit & batch.valid).int(), 1).bool()
+        before = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
+        yield GreedySlots(
+            features=features.double().cpu().numpy(),
+            hit=hit.cpu().numpy(),
+            known=(before & batch.valid).cpu().numpy(),
+        )
+
+
+def fit_weights(slots: GreedySlots) -> Array:
+    """Return the most likely weights [G, 3]: of all positions together first, then each held to that."""
+    pooled = _logistic(slots.features[slots.known], slots.hit[slots.known], np.array([1.0, 0.0, 0.0]), _RIDGE)
+    held = _POOLED_LABELS * _information(slots.features[slots.known], pooled)
+    return np.stack(
+        [
+            _logistic(slots.features[known, k], slots.hit[known, k], pooled, held)
+            for k, known in enumerate(slots.known.T)
+        ]
+    )
+
+
+def _information(x: Array, w: Array) -> Array:
+    """Return what one label tells of the weights on average [3, 3]."""
+    p = 1.0 / (1.0 + np.exp(-np.clip(x @ w, -30.0, 30.0)))
+    return np.asarray((x * (p * (1.0 - p))[:, None]).T @ x / max(len(x), 1))
+
+
+def _logistic(x: Array, hit: Bool, prior: Array, precision: Array | float) -> Array:
+    """Return logistic weights [3] for x [n, 3] by Newton steps, with a Gaussian prior."""
+    held = precision * np.eye(3) if isinstance(precision, float) else precision + _RIDGE * np.eye(3)
+    w = prior
+    for _ in range(30):
+        p = 1.0 / (1.0 + np.exp(-np.clip(x @ w, -30.0, 30.0)))
+        gradient = x.T @ (hit - p) - held @ (w - prior)
+        hessian = (x * (p * (1.0 - p))[:, None]).T @ x + held
+        step = np.linalg.solve(hessian, gradient)
+        step *= min(1.0, 1.0 / max(float(np.abs(step).max()), 1e-12))
+        w = w + step
+        if float(np.abs(step).max()) < 1e-6:
+            break
+    return w
+
+
+def _joined(parts: list[GreedySlots]) -> GreedySlots:
+    return GreedySlots(
+        features=np.concatenate([part.features for part in parts]),
+        hit=np.concatenate([part.hit for part in parts]),
+        known=np.concatenate([part.known for part in parts]),
+    )

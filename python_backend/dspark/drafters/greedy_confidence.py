@@ -1,0 +1,35 @@
+"""What an arg-max draft is worth, from the confidence head and from the drafter's own probability of it.
+
+    z'_k = w_k0 z_k + w_k1 log q_k(x_k) + w_k2
+
+At temperature 0 the scheduler may look at the drafted token itself: the answer is the target's arg-max whatever is
+verified. For drafts that are drawn it may not (algorithm.md, section 4): their confidence stays z_k, which knows
+x_1..x_{k-1} alone. The weights [G, 3] are fitted by `dspark-build train --confidence-only`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dspark.executors.interface import Float32
+
+__all__ = ["log_q_of_best", "rate_greedy"]
+
+
+def log_q_of_best(logits: Float32) -> Float32:
+    """Return log q of the arg-max of each row of logits [R, Vd], float32 [R]; NaN where a row is not finite."""
+    top = logits.max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = np.exp(logits - top, dtype=np.float32).sum(axis=-1, dtype=np.float64)
+        return np.asarray(-np.log(total), np.float32)
+
+
+def rate_greedy(weights: Float32, confidence_logits: Float32, log_q: Float32) -> Float32:
+    """Return z' [R] of one position.
+
+    Arguments:
+        weights: [3] of the position.
+        confidence_logits: [R] z.
+        log_q: [R].
+    """
+    return np.asarray(weights[0] * confidence_logits + weights[1] * log_q + weights[2], np.float32)
