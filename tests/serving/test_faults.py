@@ -245,3 +245,25 @@ def test_every_request_leaves_one_line_with_its_id_in_the_log(server):
     assert 0 < first["first_token_ms"] <= first["total_ms"]
     assert second["end"] == "refused" and second["code"] == "INVALID_ARG" and "top_p" in second["error"]
     assert third["end"] == "timeout"
+
+
+# ---- guides ----------------------------------------------------------------------------------------------
+
+
+def test_a_guide_that_takes_for_ever_is_refused_and_nobody_waits_for_it(server):
+    """Patterns that a text must all match: each doubles what compiling takes, and forty would take ages."""
+    patterns = [{"pattern": f".*a{n}.*"} for n in range(40)]
+    guide = {
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": json.dumps({"allOf": patterns}),
+    }
+    slow = Ask(server, text_input="x", **guide)
+    other = ask(server, text_input="x", max_tokens=5, **GREEDY)
+    assert other.error is None and len(other.ids) == 5
+    assert not slow._received.qsize(), "the other one had not to wait"
+    reply = slow.wait()
+    assert reply.error.startswith("[INVALID_ARG] guided_decoding_guide: got ") and "within 1 s" in reply.error
+    long = ask(
+        server, text_input="x", guided_decoding_guide_type="regex", guided_decoding_guide="a" * (1 << 17)
+    )
+    assert "at most 65536 bytes" in long.error

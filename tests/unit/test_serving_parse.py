@@ -246,24 +246,24 @@ def test_what_other_models_clients_send_is_taken_where_it_changes_nothing():
         ({"guided_decoding": {"choice": ["yes", "n.o"]}}, "regex", "(yes|n\\.o)"),
     ],
 )
-def test_a_guide_is_compiled_for_the_request(given, kind, guide):
-    compiled = []
+def test_a_guide_is_read_from_every_form(given, kind, guide):
     parsed = parse_request(
         {"text_input": text("a"), "sampling_parameters": text(json.dumps(given))},
         {},
         requested_outputs=ALL,
         tokenizer=ByteCodec(),
         limits=LIMITS,
-        compile_grammar=lambda *both: compiled.append(both) or "grammar",
     )
-    assert parsed.grammar == "grammar" and compiled == [(kind, guide)]
-    assert parsed.params.alters_logits
+    params = parsed.params
+    assert (params.guided_decoding_guide_type, params.guided_decoding_guide) == (kind, guide)
+    assert params.alters_logits
 
 
 def test_a_guide_needs_its_type_and_its_text_and_a_tokenizer():
     assert refusal(guided_decoding_guide="a").field == "guided_decoding_guide_type"
     assert refusal(guided_decoding_guide_type="regex").field == "guided_decoding_guide"
-    assert "tokenizer" in str(refusal(guided_decoding_guide_type="json"))
+    ids = {"input_ids": np.array([[1]], np.int32)}
+    assert "tokenizer" in str(refusal(ids, tokenizer=None, guided_decoding_guide_type="json"))
 
 
 def test_tools_go_to_the_chat_template_with_the_messages():

@@ -22,7 +22,9 @@ from dspark.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-__all__ = ["GrammarCompiler", "TokenGrammar"]
+__all__ = ["MOST_GUIDE_BYTES", "GrammarCompiler", "TokenGrammar", "try_guide"]
+
+MOST_GUIDE_BYTES: Final = 64 << 10  # what a guide costs grows with its length, even where it is simple
 
 Mask = npt.NDArray[np.bool_]
 # One way to write a value. Free white space lets a model that has lost its way write blanks for ever, and forced
@@ -67,15 +69,12 @@ class GrammarCompiler:
             )
         import llguidance
 
+        num_bytes = len((guide or "").encode())
+        if num_bytes > MOST_GUIDE_BYTES:
+            allowed = f"at most {MOST_GUIDE_BYTES} bytes"
+            raise RequestError("guided_decoding_guide", f"a {kind} of {num_bytes} bytes", allowed)
         try:
-            if kind == "regex":
-                source = llguidance.LLMatcher.grammar_from_regex(guide or "")
-            else:
-                schema = '{"type": "object"}' if kind == "json" else guide or ""
-                source = llguidance.LLMatcher.grammar_from_json_schema(
-                    _checked_json(schema),
-                    overrides=_JSON_OPTIONS,  # type: ignore[arg-type]  # its type is not exported
-                )
+            source = _source(kind, guide)
         except ValueError as error:
             raise RequestError("guided_decoding_guide", guide, f"a {kind} ({error})") from None
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
@@ -134,6 +133,36 @@ class TokenGrammar:
         finally:
             if count:
                 self._matcher.rollback(count)
+
+
+def try_guide(kind: str, guide: str | None) -> None:
+    """Compile a guide over a vocabulary of bytes, be it right or wrong, for whoever wants to know how long it takes."""
+    import llguidance
+
+    try:
+        source = _source(kind, guide)
+    except ValueError:
+        return
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+
+
+def _source(kind: str, guide: str | None) -> str:
+    """Return a guide as the library's own grammar.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    import llguidance
+
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(guide or "")
+    schema = '{"type": "object"}' if kind == "json" else guide or ""
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        _checked_json(schema),
+        overrides=_JSON_OPTIONS,  # type: ignore[arg-type]  # its type is not exported
+    )
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import RequestError
-from dspark.request import SAMPLING_FIELDS, Grammar, SamplingParams
+from dspark.request import SAMPLING_FIELDS, SamplingParams
 from dspark.serving.chat import parse_messages, parse_tools
 from dspark.serving.contract import OUTPUTS
 from dspark.serving.fields import read_fields
 
-__all__ = ["GrammarCompiler", "ModelLimits", "ParsedRequest", "TextCodec", "parse_request"]
+__all__ = ["ModelLimits", "ParsedRequest", "TextCodec", "parse_request"]
 
 _PROMPT_FIELDS: Final = ("text_input", "input_ids", "messages")
 _ONE_PROMPT: Final = "exactly one of text_input, input_ids and messages"
@@ -56,9 +56,6 @@ _NEUTRAL: Final[dict[str, object]] = {
     "return_generation_logits": False,
     "use_draft_logits": False,
 }
-
-# From a guide's type and text to the grammar of one request. Raises RequestError.
-GrammarCompiler = Callable[[str, str | None], Grammar]
 
 
 class TextCodec(Protocol):
@@ -104,7 +101,6 @@ class ParsedRequest:
 
     prompt_ids: tuple[int, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
-    grammar: Grammar | None = None
     stream: bool = False
     cancels: bool = False
     echo_text: str | None = None  # put before the answer's text; None = the input is left out
@@ -121,7 +117,6 @@ def parse_request(
     requested_outputs: Iterable[str],
     tokenizer: TextCodec | None,
     limits: ModelLimits,
-    compile_grammar: GrammarCompiler | None = None,
 ) -> ParsedRequest:
     """Check everything a client sent and turn it into what the engine takes.
 
@@ -131,7 +126,6 @@ def parse_request(
         requested_outputs: output names the client asked for; Triton names all of them when it asked for none.
         tokenizer: None where the model was loaded without one (then only `input_ids` work).
         limits: of the loaded model.
-        compile_grammar: None where no grammar can be followed.
 
     Raises:
         RequestError: naming the field, the value and what is allowed.
@@ -147,13 +141,13 @@ def parse_request(
     params = _sampling_params(
         fields, tokenizer, limits, room=room, log_probs=bool(wanted & _LOG_PROB_OUTPUTS)
     )
+    _refuse_guide_without_tokenizer(params, tokenizer)
     timeout_ms = cast(int, fields.get("timeout_ms", 0))
     if timeout_ms < 0:
         raise RequestError("timeout_ms", timeout_ms, "a whole number >= 0 (0 = no limit)")
     return ParsedRequest(
         prompt_ids=prompt_ids,
         params=params,
-        grammar=_grammar(params, compile_grammar),
         stream=cast(bool, fields.get("stream", False)),
         echo_text=_echo_text(fields, prompt_ids, tokenizer),
         wanted=wanted,
@@ -252,15 +246,12 @@ def _bad_words_ids(words: Iterable[str], tokenizer: TextCodec) -> tuple[tuple[in
     return tuple(spellings)
 
 
-def _grammar(params: SamplingParams, compile_grammar: GrammarCompiler | None) -> Grammar | None:
+def _refuse_guide_without_tokenizer(params: SamplingParams, tokenizer: TextCodec | None) -> None:
     kind = params.guided_decoding_guide_type
-    if kind is None:
-        return None
-    if compile_grammar is None:
+    if kind is not None and tokenizer is None:
         raise RequestError(
             "guided_decoding_guide_type", kind, "nothing: the loaded target came without a tokenizer"
         )
-    return compile_grammar(kind, params.guided_decoding_guide)
 
 
 def _refuse_what_is_not_done(fields: Mapping[str, object]) -> None:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from dspark.request import Request, RequestOutput
 from dspark.runtime import Runtime, load_runtime
 from dspark.sampling.grammar import GrammarCompiler
 from dspark.serving.checks import load_checked_config
+from dspark.serving.guides import GuideDesk
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
 from dspark.serving.request_log import log_refusal
@@ -84,8 +86,8 @@ class TritonPythonModel:
         except Exception as error:
             _log.exception("loading failed")
             raise pb_utils.TritonModelException(wire_error(error)[1]) from None
-        self._compile_grammar = (
-            GrammarCompiler(runtime.tokenizer, vocab_size=runtime.target_config.vocab_size)
+        self._guides = (
+            GuideDesk(GrammarCompiler(runtime.tokenizer, vocab_size=runtime.target_config.vocab_size))
             if runtime.tokenizer is not None
             else None
         )
@@ -118,12 +120,7 @@ class TritonPythonModel:
             try:
                 self._submit(request, stream)
             except Exception as error:
-                if wire_error(error)[0] == "INTERNAL":
-                    _log.exception("a request failed")
-                if self._runtime is not None:
-                    self._telemetry.failed(failure_reason(error))
-                log_refusal(error, client_id=stream.client_id)
-                stream.fail(error)
+                self._refuse(stream, error)
 
     def finalize(self) -> None:
         """Let running requests end, fail the rest, stop the engine."""
@@ -134,6 +131,8 @@ class TritonPythonModel:
         self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
         self._runtime.engine.close()
         self._outbox.close()
+        if self._guides is not None:
+            self._guides.close()
         self._metrics.close()
         self._sink.close()
         if self._spans is not None:
@@ -152,7 +151,6 @@ class TritonPythonModel:
             requested_outputs=request.requested_output_names(),
             tokenizer=runtime.tokenizer,
             limits=self._limits,
-            compile_grammar=self._compile_grammar,
         )
         stream.parsed = parsed
         if parsed.cancels:
@@ -160,25 +158,41 @@ class TritonPythonModel:
             return
         asked_s = parsed.timeout_ms / 1e3 or request.timeout() / 1e6  # Triton's own is in microseconds
         timeout_s = min((limit_s for limit_s in (asked_s, self._max_request_s) if limit_s), default=0.0)
-        runtime.engine.submit(
-            Request(
-                prompt_ids=parsed.prompt_ids,
-                params=parsed.params,
-                emit=RequestMeter(
-                    self._telemetry,
-                    stream.emit,
-                    arrived_s=arrived_s,
-                    client_id=stream.client_id,
-                    num_input_tokens=len(parsed.prompt_ids),
-                    trace=self._trace_of(request),
-                ),
-                is_cancelled=stream.is_cancelled,
-                deadline_s=arrived_s + timeout_s if timeout_s else None,
-                priority=parsed.priority,
-                arrival_time_ns=arrived_ns,
-                grammar=parsed.grammar,
-            )
+        submitted = Request(
+            prompt_ids=parsed.prompt_ids,
+            params=parsed.params,
+            emit=RequestMeter(
+                self._telemetry,
+                stream.emit,
+                arrived_s=arrived_s,
+                client_id=stream.client_id,
+                num_input_tokens=len(parsed.prompt_ids),
+                trace=self._trace_of(request),
+            ),
+            is_cancelled=stream.is_cancelled,
+            deadline_s=arrived_s + timeout_s if timeout_s else None,
+            priority=parsed.priority,
+            arrival_time_ns=arrived_ns,
         )
+        kind = parsed.params.guided_decoding_guide_type
+        if kind is None or self._guides is None:
+            runtime.engine.submit(submitted)
+        else:
+            self._guides.submit(
+                kind,
+                parsed.params.guided_decoding_guide,
+                then=lambda grammar: runtime.engine.submit(replace(submitted, grammar=grammar)),
+                failed=lambda error: self._refuse(stream, error),
+            )
+
+    def _refuse(self, stream: ResponseStream, error: Exception) -> None:
+        """Answer a request that the engine did not take."""
+        if wire_error(error)[0] == "INTERNAL":
+            _log.error("a request failed", exc_info=error)
+        if self._runtime is not None:
+            self._telemetry.failed(failure_reason(error))
+        log_refusal(error, client_id=stream.client_id)
+        stream.fail(error)
 
     def _trace_of(self, request: Any) -> Callable[[RequestOutput, dict[str, str | int]], None] | None:
         """Return what takes the end of a request that Triton traces; None where nobody asked for spans."""

@@ -1,0 +1,108 @@
+"""Guides are compiled beside everything else, and no longer than they may take."""
+
+import json
+import queue
+import threading
+
+import psutil
+import pytest
+from dspark.errors import RequestError
+from dspark.sampling.guide_trial import GuideTrial
+from dspark.serving.guides import GuideDesk
+
+# All of these must be found in one text. Each further one doubles what the library needs: twelve take seconds.
+ENDLESS = json.dumps({"type": "string", "allOf": [{"pattern": f".*a{n}.*"} for n in range(40)]})
+
+
+@pytest.fixture
+def trial():
+    trial = GuideTrial(limit_s=0.3)
+    yield trial
+    trial.close()
+
+
+@pytest.fixture
+def desk():
+    desks = []
+
+    def make(compile_guide, **options):
+        desks.append(GuideDesk(compile_guide, limit_s=0.3, **options))
+        return desks[-1]
+
+    yield make
+    for each in desks:
+        each.close()
+
+
+def told(desk, kind, guide):
+    """Submit a guide; return the queue on which its grammar or error comes."""
+    came = queue.SimpleQueue()
+    desk.submit(kind, guide, then=came.put, failed=came.put)
+    return came
+
+
+def test_a_guide_that_takes_for_ever_is_ended_and_the_next_one_is_tried(trial):
+    assert trial.passes("regex", "a+b")
+    pid = trial._process.pid
+    assert trial.passes("json", None) and trial.passes("json_schema", '{"type": "integer"}')
+    assert trial._process.pid == pid, "one process serves them all"
+    assert not trial.passes("json_schema", ENDLESS)
+    assert not psutil.pid_exists(pid)
+    assert trial.passes("regex", "a+b")
+
+
+@pytest.mark.parametrize(("kind", "guide"), [("regex", "("), ("json_schema", "{"), ("regex", "(" * 50_000)])
+def test_a_wrong_guide_passes_since_the_compiler_says_what_is_wrong(trial, kind, guide):
+    assert trial.passes(kind, guide)
+
+
+def test_what_takes_too_long_is_refused_by_field_and_holds_no_other_up(desk):
+    compiled = []
+    both = desk(lambda kind, guide: compiled.append((kind, guide)) or "grammar")
+    slow = told(both, "json_schema", ENDLESS)
+    assert told(both, "regex", "a+").get(timeout=60) == "grammar"  # by the other thread
+    error = slow.get(timeout=60)
+    assert isinstance(error, RequestError) and error.field == "guided_decoding_guide"
+    assert "within 0.3 s" in str(error) and compiled == [("regex", "a+")]
+
+
+def test_a_guide_is_tried_once(desk, monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        GuideTrial, "passes", lambda _self, _kind, guide: tried.append(guide) or guide == "good"
+    )
+    one = desk(lambda _kind, guide: guide)
+    for _ in range(3):
+        assert told(one, "regex", "good").get(timeout=60) == "good"
+        assert isinstance(told(one, "regex", "bad").get(timeout=60), RequestError)
+    assert sorted(tried) == ["bad", "good"]
+
+
+def test_without_a_process_guides_are_compiled_all_the_same(desk, monkeypatch, caplog):
+    def cannot(_self, _kind, _guide):
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(GuideTrial, "passes", cannot)
+    assert told(desk(lambda _kind, guide: guide), "regex", "a").get(timeout=60) == "a"
+    assert "untried" in caplog.text
+
+
+def test_whoever_takes_the_grammar_may_fail(desk):
+    came = queue.SimpleQueue()
+
+    def then(_grammar):
+        raise RequestError("x", 1, "nothing")
+
+    desk(lambda _kind, guide: guide).submit("regex", "a", then=then, failed=came.put)
+    assert came.get(timeout=60).field == "x"
+
+
+def test_closing_ends_threads_and_processes(desk):
+    one = desk(lambda _kind, guide: guide)
+    assert told(one, "regex", "a").get(timeout=60) == "a"
+    mine = [child for child in psutil.Process().children() if "guide_trial" in " ".join(child.cmdline())]
+    assert mine
+    one.close()
+    psutil.wait_procs(mine, timeout=60)
+    assert not any(child.is_running() for child in mine)
+    assert not any(thread.name.startswith("dspark-guides") for thread in threading.enumerate())
