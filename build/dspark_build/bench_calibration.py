@@ -204,7 +204,9 @@ def run_bench_calibration(args: argparse.Namespace) -> int:
     ):
         line = ProgressLine()
         inner = OnlineCalibrator(
-            block_size=pair.block_size, temperatures=(right.temperatures * factor).tolist()
+            block_size=pair.block_size,
+            temperatures=(right.temperatures * factor).tolist(),
+            greedy_temperatures=(right.greedy_temperatures * factor).tolist(),
         )
         runs.append(
             run_one(

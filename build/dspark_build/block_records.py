@@ -50,7 +50,10 @@ class BlockRecords:
 
     def of(self, source: str) -> BlockRecords:
         """Return the blocks of one source."""
-        at = self.source == source
+        return self.at(self.source == source)
+
+    def at(self, at: npt.NDArray[np.bool_]) -> BlockRecords:
+        """Return some of the blocks; `at` is [N]."""
         logits = None if self.confidence_logits is None else self.confidence_logits[at]
         return replace(
             self,

@@ -26,6 +26,8 @@ __all__ = ["add_calibrate_arguments", "fit_records", "load_temperatures", "run_c
 Array = npt.NDArray[np.float64]
 
 FORMAT_VERSION = 1
+MIN_BLOCKS = 200
+_GREEDY_SOURCE = "0"  # blocks are told apart by their temperature
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +78,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         tell=say,
     )
     fit = fit_records(run.records)
+    apart = _fit_apart(run.records)
     out = args.out or args.drafter / "calibration.json"
     content = {
         "format_version": FORMAT_VERSION,
@@ -86,27 +89,29 @@ def run_calibrate(args: argparse.Namespace) -> int:
         "ece_before": fit.ece_before.tolist(),
         "ece_after": fit.ece_after.tolist(),
         "num_samples": fit.num_samples.tolist(),
+        **{f"{name}_sts_temperatures": one.temperatures.tolist() for name, one in apart.items()},
         "sampling_temperatures": list(temperatures),
         "num_prompts": len(prompts),
     }
     write_text(out, json.dumps(content, indent=2) + "\n")
-    for k, (t, before, after) in enumerate(
-        zip(fit.temperatures, fit.ece_before, fit.ece_after, strict=True), 1
-    ):
-        say(f"position {k}: temperature {t:.3f}, ECE of the survival {before:.2%} -> {after:.2%}")
+    for name, one in {"all": fit, **apart}.items():
+        for k, (t, before, after) in enumerate(
+            zip(one.temperatures, one.ece_before, one.ece_after, strict=True), 1
+        ):
+            say(f"{name}, position {k}: temperature {t:.3f}, ECE of the survival {before:.2%} -> {after:.2%}")
     say(f"calibrate: {len(run.records)} blocks, accepted length {run.records.accepted_len:.2f}; wrote {out}")
     return 0
 
 
-def fit_records(records: BlockRecords, *, min_blocks: int = 200) -> StsFit:
+def fit_records(records: BlockRecords) -> StsFit:
     """Fit temperatures to decoded blocks.
 
     Raises:
-        ConfigError: no confidences, or fewer than `min_blocks` blocks.
+        ConfigError: no confidences, or fewer than `MIN_BLOCKS` blocks.
     """
-    if len(records) < min_blocks:
+    if len(records) < MIN_BLOCKS:
         raise ConfigError(
-            f"calibrate: {len(records)} full blocks, needed are {min_blocks}: give more or longer prompts"
+            f"calibrate: {len(records)} full blocks, needed are {MIN_BLOCKS}: give more or longer prompts"
         )
     if records.confidence_logits is None:
         raise ConfigError("calibrate: the drafter has no confidence head, there is nothing to calibrate")
@@ -114,8 +119,20 @@ def fit_records(records: BlockRecords, *, min_blocks: int = 200) -> StsFit:
     return fit_sts(records.confidence_logits, labels, known)
 
 
-def load_temperatures(path: Path, *, block_size: int) -> Array:
+def _fit_apart(records: BlockRecords) -> dict[str, StsFit]:
+    """Fit greedy and sampled blocks each by themselves, where there are enough of both."""
+    greedy = records.source == _GREEDY_SOURCE
+    parts = {"greedy": records.at(greedy), "sampled": records.at(~greedy)}
+    if min(len(part) for part in parts.values()) < MIN_BLOCKS:
+        return {}
+    return {name: fit_records(part) for name, part in parts.items()}
+
+
+def load_temperatures(path: Path, *, block_size: int, greedy: bool) -> Array:
     """Read the temperatures [G] of a calibration file; `temperatures` is read like `sts_temperatures`.
+
+    Arguments:
+        greedy: those of greedy requests, else those of sampled ones; of both where the file has them together only.
 
     Raises:
         CheckpointError: no such file, no temperatures, or not as many as the block has positions.
@@ -124,7 +141,10 @@ def load_temperatures(path: Path, *, block_size: int) -> Array:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    values = raw.get("sts_temperatures", raw.get("temperatures")) if isinstance(raw, dict) else None
+    values = None
+    if isinstance(raw, dict):
+        together = raw.get("sts_temperatures", raw.get("temperatures"))
+        values = raw.get(f"{'greedy' if greedy else 'sampled'}_sts_temperatures", together)
     if (
         not isinstance(values, list)
         or len(values) != block_size

@@ -120,7 +120,7 @@ def _temperatures(args: argparse.Namespace, block_size: int) -> Array | None:
     path = args.calibration or Path(args.drafter) / "calibration.json"
     if args.calibration is None and not path.exists():
         return None
-    return load_temperatures(path, block_size=block_size)
+    return load_temperatures(path, block_size=block_size, greedy=args.temperature == 0)
 
 
 def _finite(value: Any) -> Any:

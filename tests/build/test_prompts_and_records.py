@@ -112,13 +112,24 @@ def test_calibration_needs_confidences_and_enough_blocks():
 def test_calibration_files_that_do_not_fit_are_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError):
-        load_temperatures(tmp_path / "c.json", block_size=3)
+        load_temperatures(tmp_path / "c.json", block_size=3, greedy=True)
 
 
 def test_temperatures_are_read_under_either_key(tmp_path):
     for key in ("sts_temperatures", "temperatures"):
         (tmp_path / "c.json").write_text(f'{{"{key}": [1.0, 2, 0.5]}}', encoding="utf-8")
-        assert load_temperatures(tmp_path / "c.json", block_size=3).tolist() == [1.0, 2.0, 0.5]
+        for greedy in (True, False):
+            found = load_temperatures(tmp_path / "c.json", block_size=3, greedy=greedy)
+            assert found.tolist() == [1.0, 2.0, 0.5]
+
+
+def test_greedy_requests_have_their_own_temperatures(tmp_path):
+    text = (
+        '{"sts_temperatures": [1, 1], "greedy_sts_temperatures": [2, 1], "sampled_sts_temperatures": [1, 2]}'
+    )
+    (tmp_path / "c.json").write_text(text, encoding="utf-8")
+    found = [load_temperatures(tmp_path / "c.json", block_size=2, greedy=g).tolist() for g in (True, False)]
+    assert found == [[2.0, 1.0], [1.0, 2.0]]
 
 
 def test_help_names_every_command_and_an_unknown_one_is_refused(capsys):

@@ -233,7 +233,7 @@ def test_training_to_the_end_leaves_a_drafter_that_serves_and_curves(home, tmp_p
     calibrated = main(["calibrate", *base, "--prompts", str(home / "prompts.jsonl"), "--max-tokens", "32"])
     assert calibrated == 0
     content = json.loads((out / "drafter" / "calibration.json").read_text(encoding="utf-8"))
-    assert len(content["sts_temperatures"]) == 3
+    assert all(len(content[f"{kind}sts_temperatures"]) == 3 for kind in ("", "greedy_", "sampled_"))
     report = tmp_path / "report"
     command = [
         "eval",

@@ -48,7 +48,12 @@ def load_calibrator(
                 " fit again with `dspark-build calibrate`"
             )
     try:
-        return OnlineCalibrator(block_size=block_size, temperatures=content["sts_temperatures"])
+        drawn = content["sts_temperatures"]
+        return OnlineCalibrator(
+            block_size=block_size,
+            temperatures=content.get("sampled_sts_temperatures", drawn),
+            greedy_temperatures=content.get("greedy_sts_temperatures", drawn),
+        )
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"{offline}: sts_temperatures: {error}") from error
 

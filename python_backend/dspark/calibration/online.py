@@ -5,8 +5,8 @@ each of the three rules the same draft is accepted with another probability.
 
     x = z / T_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
 
-With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling); a and b bend the two
-ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely ones
+With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling; greedy requests have their own T); a and b
+bend the two ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely ones
 given the last labels of the position, older ones counting less, and a prior that is worth a few dozen
 labels and holds the map at the offline fit while there are no more.
 
@@ -51,18 +51,23 @@ class OnlineCalibrator:
     Arguments:
         block_size: G.
         temperatures: [G] of the offline fit; None = 1 everywhere.
+        greedy_temperatures: [G] of the offline fit of greedy requests; None = `temperatures`.
     """
 
-    def __init__(self, *, block_size: int, temperatures: Sequence[float] | None = None) -> None:
-        given = np.ones(block_size) if temperatures is None else np.asarray(temperatures, np.float64)
-        if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > 0.0):
-            raise ConfigError(
-                f"temperatures: got {np.asarray(temperatures).tolist()!r}, allowed are {block_size} finite"
-                " numbers > 0"
-            )
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        temperatures: Sequence[float] | None = None,
+        greedy_temperatures: Sequence[float] | None = None,
+    ) -> None:
         self.block_size = block_size
-        self.temperatures: Float64 = given
-        self._scale = 1.0 / given
+        drawn = _checked("temperatures", temperatures, block_size)
+        greedy = drawn
+        if greedy_temperatures is not None:
+            greedy = _checked("greedy_temperatures", greedy_temperatures, block_size)
+        self.temperatures, self.greedy_temperatures = drawn, greedy
+        self._scale = 1.0 / np.stack([greedy, drawn, drawn])  # [3, G]
         self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
         self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [3, 1, 3]
         self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [3, G, 3]
@@ -81,8 +86,8 @@ class OnlineCalibrator:
 
     def confidence(self, logits: Float32, *, sampled: Kinds) -> Float64:
         """Return c_k [R, G] for logits [R, G]; NaN for a logit that is not finite."""
-        low, high = self._features(logits)
-        params = self._of_rows(sampled)
+        low, high = self._features(logits, sampled)
+        params = self._of_rows(self._params, sampled)
         score = params[..., 0] * low - params[..., 1] * high - params[..., 2]
         return np.asarray(1.0 / (1.0 + np.exp(score)))
 
@@ -94,7 +99,8 @@ class OnlineCalibrator:
         mode = self._plain.get(sampled)
         if mode is None:
             params = self._params[int(sampled)].tolist()
-            mode = [(t, a, b, d) for t, (a, b, d) in zip(self._scale.tolist(), params, strict=True)]
+            scale_of_mode = self._scale[int(sampled)].tolist()
+            mode = [(t, a, b, d) for t, (a, b, d) in zip(scale_of_mode, params, strict=True)]
             self._plain[sampled] = mode
         out = []
         for logit, (scale, a, b, d) in zip(logits, mode, strict=False):
@@ -177,7 +183,8 @@ class OnlineCalibrator:
             position, row = np.nonzero(mine.T)
             if not len(position):
                 continue
-            low, high = self._features_at(logits[row, position].astype(np.float64) * self._scale[position])
+            scale = self._scale[mode, position]
+            low, high = self._features_at(logits[row, position].astype(np.float64) * scale)
             label = labels[row, position]
             params = self._params[mode][position]
             score = params[:, 1] * high - params[:, 0] * low + params[:, 2]
@@ -199,18 +206,19 @@ class OnlineCalibrator:
             *window.recent(), start=self._params[mode], prior=common, precision=precision
         )
 
-    def _of_rows(self, sampled: Kinds) -> Float64:
-        """Return the parameters of each sequence, [1 or R, G, 3]."""
+    @staticmethod
+    def _of_rows(of_modes: Float64, sampled: Kinds) -> Float64:
+        """Return what each sequence's mode has of [3, G, ...], [1 or R, G, ...]."""
         kinds = sampled.astype(np.int64)
         first = int(kinds[0]) if len(kinds) else 0
         if (kinds == first).all():
-            return np.asarray(self._params[first : first + 1])
-        return np.asarray(self._params[kinds])
+            return np.asarray(of_modes[first : first + 1])
+        return np.asarray(of_modes[kinds])
 
-    def _features(self, logits: Float32) -> tuple[Float64, Float64]:
+    def _features(self, logits: Float32, sampled: Kinds) -> tuple[Float64, Float64]:
         x = logits.astype(np.float64)
         x[~np.isfinite(x)] = np.nan
-        return self._features_at(x * self._scale)
+        return self._features_at(x * self._of_rows(self._scale, sampled))
 
     @staticmethod
     def _features_at(x: Float64) -> tuple[Float64, Float64]:
@@ -233,6 +241,7 @@ class OnlineCalibrator:
             "made_for": made_for,
             "block_size": self.block_size,
             "temperatures": self.temperatures.tolist(),
+            "greedy_temperatures": self.greedy_temperatures.tolist(),
             "num_drifts": self.num_drifts,
             "common": self._common[:, 0].tolist(),
             "modes": {
@@ -260,7 +269,11 @@ class OnlineCalibrator:
                     f"calibration state: {name} is {state.get(name)!r} there and {expected!r} here"
                 )
         try:
-            calibrator = cls(block_size=block_size, temperatures=state["temperatures"])
+            calibrator = cls(
+                block_size=block_size,
+                temperatures=state["temperatures"],
+                greedy_temperatures=state.get("greedy_temperatures"),
+            )
             calibrator.num_drifts = int(state["num_drifts"])
             names = [
                 name for name in _MODES if name in state["modes"] or name != "coupled"
@@ -273,6 +286,15 @@ class OnlineCalibrator:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"calibration state: {error!r}") from error
         return calibrator
+
+
+def _checked(name: str, temperatures: Sequence[float] | None, block_size: int) -> Float64:
+    given = np.ones(block_size) if temperatures is None else np.asarray(temperatures, np.float64)
+    if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > 0.0):
+        raise ConfigError(
+            f"{name}: got {np.asarray(temperatures).tolist()!r}, allowed are {block_size} finite numbers > 0"
+        )
+    return given
 
 
 def _finite_slopes(name: str, values: object, shape: tuple[int, int]) -> Float64:
