@@ -5,10 +5,10 @@ each of the three rules the same draft is accepted with another probability.
 
     x = z / T_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
 
-With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling; greedy requests have their own T); a and b
-bend the two ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely ones
-given the last labels of the position, older ones counting less, and a prior that is worth a few dozen
-labels and holds the map at the offline fit while there are no more.
+With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling, greedy requests by themselves); a and
+b bend the two ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely
+ones given the last labels of the position, older ones counting less, and a prior that is worth a few dozen labels and
+holds the map at the offline fit while there are no more.
 
 What is fitted is P(x_k accepted | x_1..x_{k-1} accepted, z_k), so a position that was cut off is simply
 missing. How that was decided (lengths, loads) does not matter, since it depended on the logits alone.
