@@ -1,8 +1,11 @@
 """`dspark serve` starts anew what died, says so, and gives up on what dies again and again."""
 
+import http.client
+import json
 import os
 import re
 import signal
+import urllib.parse
 import urllib.request
 from types import SimpleNamespace
 
@@ -35,9 +38,12 @@ def test_what_died_is_started_anew_on_the_same_ports(repository, tmp_path):
         triton = next(pid for pid in serve.children() if is_triton(pid))
         running = Ask(server, text_input="x", **LONG)
         running.next()
+        connection, events = open_events(urls[4])
+        assert events.readline().startswith(b"data: {")
         os.kill(model_process(triton), signal.SIGKILL)
         serve.until_says(": starting it anew")  # the model's process was lost, or tritonserver fell with it
         assert running.wait().error is not None
+        assert_cut_short(connection, events)
         serve.until_says("ready again")
         until(lambda: not is_running(triton))
         assert ask(server, text_input="x", max_tokens=9, temperature=0.0, ignore_eos=True).ids == first.ids
@@ -62,6 +68,26 @@ def test_what_died_is_started_anew_on_the_same_ports(repository, tmp_path):
         serve.process.send_signal(signal.SIGTERM)
         assert serve.ends() == 0
         until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def open_events(url):
+    """Ask the gateway for a long streamed answer; return the connection, and the response, whose status has come."""
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    body = {"model": "dspark", "prompt": "x", "ignore_eos": True, **LONG}
+    connection.request("POST", f"{address.path}/completions", json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200
+    return connection, response
+
+
+def assert_cut_short(connection, response):
+    """Its last event is an error in OpenAI's shape, and behind it the body has no end."""
+    with pytest.raises(http.client.IncompleteRead) as cut:
+        response.read()
+    connection.close()
+    last = cut.value.partial.decode().strip().rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "unavailable", last
 
 
 def command_line(pid):

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from dspark.gateway.answers import Choice, usage_of
 from dspark.gateway.errors import ApiError
@@ -30,6 +31,7 @@ _log = logging.getLogger("dspark.gateway")
 Result = TypeVar("Result")
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")  # W3C's
 _MOST_BYTES: Final = 16 << 20  # of a request's body
+_GATEWAY_FAILED: Final = ApiError(500, "the gateway failed; see its log")
 
 
 def make_app(url: str, *, model_name: str) -> Starlette:
@@ -109,7 +111,7 @@ async def _complete(request: Request, parse: Callable[[object], Ask], kind: str,
         first = await _unless_disconnected(request, _first(parts))
         if chat:
             head["object"] = "chat.completion.chunk"
-        return StreamingResponse(
+        return _EventStream(
             _events(head, ask, choices, first, parts),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
@@ -229,7 +231,11 @@ async def _events(
     first: tuple[int, Part],
     parts: AsyncGenerator[tuple[int, Part]],
 ) -> AsyncIterator[str]:
-    """Yield server-sent events; an error on the way is an event, too, since the status has left."""
+    """Yield server-sent events; an error on the way is an event, too, since the status has left.
+
+    Raises:
+        _CutShortError: behind that event.
+    """
     more = {"usage": None} if ask.include_usage else {}
     try:
         index, part = first
@@ -244,10 +250,30 @@ async def _events(
         if ask.include_usage:
             yield _event({**head, "choices": [], "usage": usage_of(choices, num_choices=ask.num_choices)})
         yield "data: [DONE]\n\n"
-    except ApiError as error:
+    except Exception as error:
+        if not isinstance(error, ApiError):
+            _log.exception("an answer failed on the way")
+            error = _GATEWAY_FAILED
         yield _event(error.body())
+        raise _CutShortError from None
     finally:
         await parts.aclose()
+
+
+class _CutShortError(Exception):
+    """An answer failed amid its events; the client has been told."""
+
+
+class _EventStream(StreamingResponse):
+    """A stream that ends as an HTTP answer does only when it was complete.
+
+    Where it failed, the end of the body is never sent and the connection is closed, so that nobody, a proxy or a
+    client that skips unknown events, takes what there is for all of it.
+    """
+
+    async def stream_response(self, send: Send) -> None:
+        with contextlib.suppress(_CutShortError):
+            await super().stream_response(send)
 
 
 def _event(body: dict[str, Any]) -> str:
@@ -274,4 +300,4 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _fault(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(ApiError(500, "the gateway failed; see its log").body(), status_code=500)
+    return JSONResponse(_GATEWAY_FAILED.body(), status_code=500)
