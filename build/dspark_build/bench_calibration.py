@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from dspark.calibration.online import OnlineCalibrator
-from dspark.calibration.sts import ece
+from dspark.calibration.sts import ece, ece_of_perfect
 from dspark.errors import ConfigError, DSparkError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.scheduling.cost_model import CostModel
@@ -95,7 +95,6 @@ def measure_windows(
     recorder: Recorder, *, every: int
 ) -> tuple[list[int], list[float], list[float], list[int]]:
     """Return window ends, errors, errors of a perfect forecast and numbers of labels."""
-    rng = np.random.default_rng(0)
     steps, errors, perfect, labels = [], [], [], []
     for end in range(every, len(recorder.labels) + 1, every):
         begin = max(0, end - WINDOW)
@@ -103,8 +102,7 @@ def measure_windows(
         y = np.concatenate(recorder.labels[begin:end])
         steps.append(end)
         errors.append(ece(p, y, num_bins=_NUM_BINS))
-        drawn = [ece(p, rng.random(p.size) < p, num_bins=_NUM_BINS) for _ in range(20)]
-        perfect.append(float(np.mean(drawn)))
+        perfect.append(ece_of_perfect(p, num_bins=_NUM_BINS, seed=end))
         labels.append(int(p.size))
     return steps, errors, perfect, labels
 

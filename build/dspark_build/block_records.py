@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from dspark.calibration.sts import auc, brier, ece, survival, survival_labels
+from dspark.calibration.sts import auc, brier, ece, ece_of_perfect, survival, survival_labels
 from dspark.errors import ConfigError
 from dspark.request import StepRecord
 
@@ -31,6 +31,7 @@ class CalibrationScore:
     """How good the survival forecast a_k is at each position, over blocks whose outcome at k is known."""
 
     ece: tuple[float, ...]
+    ece_of_perfect: tuple[float, ...]  # what as many true probabilities would show
     auc: tuple[float, ...]
     brier: tuple[float, ...]
 
@@ -88,6 +89,7 @@ class BlockRecords:
         columns = [(forecast[known[:, k], k], labels[known[:, k], k]) for k in range(self.block_size)]
         return CalibrationScore(
             ece=tuple(ece(p, y) for p, y in columns),
+            ece_of_perfect=tuple(ece_of_perfect(p) for p, _ in columns),
             auc=tuple(auc(p, y) for p, y in columns),
             brier=tuple(brier(p, y) for p, y in columns),
         )

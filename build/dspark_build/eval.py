@@ -140,6 +140,10 @@ def _print_table(content: dict[str, Any]) -> None:
     for name in ("confidence_raw", "confidence_calibrated"):
         score = content["overall"][name]
         if score is not None:
-            errors = " ".join(f"{value:.1%}" for value in score["ece"])
+            errors, least = (
+                " ".join(f"{value:.1%}" for value in score[key]) for key in ("ece", "ece_of_perfect")
+            )
             order = " ".join(f"{value:.2f}" for value in score["auc"])
-            print(f"{name.replace('_', ', ')}: ECE of the survival {errors}; AUC {order}")
+            print(
+                f"{name.replace('_', ', ')}: ECE of the survival {errors} (true forecasts: {least}); AUC {order}"
+            )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dspark.calibration.sts import auc, brier, ece, fit_sts, reliability, survival, survival_labels
+from dspark.calibration.sts import (
+    auc,
+    brier,
+    ece,
+    ece_of_perfect,
+    fit_sts,
+    reliability,
+    survival,
+    survival_labels,
+)
 from dspark.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,3 +127,11 @@ def test_reliability_bins_weigh_to_the_ece():
 def test_bad_input_to_the_fit_is_refused(logits, labels, grid, word):
     with pytest.raises(ConfigError, match=word):
         fit_sts(logits, labels, grid=grid)
+
+
+def test_true_forecasts_show_the_error_that_is_told_of_them():
+    rng = np.random.default_rng(2)
+    for size in (300, 5000):
+        p = rng.random(size)
+        drawn = [ece(p, rng.random(size) < p) for _ in range(60)]
+        assert ece_of_perfect(p) == pytest.approx(np.mean(drawn), rel=0.12)

@@ -19,6 +19,7 @@ __all__ = [
     "auc",
     "brier",
     "ece",
+    "ece_of_perfect",
     "fit_sts",
     "reliability",
     "survival",
@@ -87,6 +88,18 @@ def ece(forecast: npt.ArrayLike, label: npt.ArrayLike, *, num_bins: int = NUM_BI
     which = np.minimum((p * num_bins).astype(np.int64), num_bins - 1)
     gap = np.bincount(which, weights=p - y, minlength=num_bins)
     return float(np.abs(gap).sum() / p.size)
+
+
+def ece_of_perfect(
+    forecast: npt.ArrayLike, *, num_bins: int = NUM_BINS, num_draws: int = 20, seed: int = 0
+) -> float:
+    """Return the ECE that these forecasts would show on average if every one of them were true.
+
+    With few samples in a bin it is not 0: what a measured ECE must be read against.
+    """
+    p = np.asarray(forecast, np.float64).ravel()
+    rng = np.random.default_rng(seed)
+    return float(np.mean([ece(p, rng.random(p.size) < p, num_bins=num_bins) for _ in range(num_draws)]))
 
 
 def reliability(
