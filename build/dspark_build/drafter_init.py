@@ -44,7 +44,8 @@ def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, 
     Arguments:
         init: `random`; `layers:A,B,...` (one target layer for each drafter layer); or a drafter folder of
             the same shape. Its block size and its draft vocabulary may differ: tokens that it could not draft
-            start from its row for other tokens (W1) and from no bias (W2).
+            start from its row for other tokens (W1) and from no bias (W2). A model without a sequential head
+            leaves that of the folder away.
 
     Raises:
         ConfigError: layers that are too few, too many or out of range; a drafter of another shape.
@@ -162,19 +163,29 @@ def _generator(seed: int) -> torch.Generator:
 def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> None:
     found = load_drafter_checkpoint(folder, target=target)
     # No weight depends on the block size, and nothing but the weights is taken over.
+    own = model.config
     comparable = replace(
         found.config,
-        target_hash=model.config.target_hash,
+        target_hash=own.target_hash,
         sliding_windows=(),
-        block_size=model.config.block_size,
-        draft_vocab_size=model.config.draft_vocab_size,
+        block_size=own.block_size,
+        draft_vocab_size=own.draft_vocab_size,
     )
+    if not own.markov_rank:
+        comparable = replace(
+            comparable,
+            markov_rank=0,
+            markov_head_type=own.markov_head_type,
+            confidence_head_with_markov=own.confidence_head_with_markov,
+        )
     if comparable != replace(model.config, sliding_windows=()):
         raise ConfigError(f"--init: {folder} is {_shape(found.config)}, this run is {_shape(model.config)}")
     for name, parameter in model.named_parameters():
         value = torch.from_numpy(found.weights.float32(name))
         if name.startswith("markov_head.markov_w"):
             value = _rows_of_vocab(value, found, model, is_bias=name.startswith("markov_head.markov_w2"))
+        if name == "confidence_head.proj.weight" and not own.markov_rank:
+            value = value[:, : own.decoder.hidden_size]  # the rest sees W1
         if value.shape != parameter.shape:
             raise ConfigError(
                 f"--init: {folder} has {name} {list(value.shape)}, this run {list(parameter.shape)}"

@@ -276,6 +276,25 @@ def test_another_block_size_takes_over_all_weights_and_another_rank_none(home, t
         trainer_of(home, tmp_path / "wider", *more, "--rank", "6")
 
 
+def test_a_drafter_goes_on_without_its_sequential_head(home, tmp_path):
+    first = trainer_of(home, tmp_path / "first", "--ema", "0")
+    first.step(first.new_acceptance())
+    first.save()
+    drafter = str(tmp_path / "first" / "drafter")
+    second = trainer_of(
+        home, tmp_path / "second", "--init", drafter, "--vocab-from", drafter, "--head", "none"
+    )
+    width = second.model.config.decoder.hidden_size
+    assert not any(name.startswith("markov_head") for name in second.parameters)
+    for name, taken in second.parameters.items():
+        given = first.parameters[name]
+        given = given[:, :width] if name == "confidence_head.proj.weight" else given
+        torch.testing.assert_close(given, taken, atol=2e-3, rtol=1e-3)
+    second.save()
+    with pytest.raises(ConfigError, match="head vanilla rank 0.* head vanilla rank"):
+        trainer_of(home, tmp_path / "third", "--init", str(tmp_path / "second" / "drafter"))
+
+
 def test_another_draft_vocabulary_takes_over_the_rows_of_the_tokens_both_have(home, tmp_path):
     first = trainer_of(home, tmp_path / "first", "--ema", "0", "--draft-vocab", "60")
     first.step(first.new_acceptance())
