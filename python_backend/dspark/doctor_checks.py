@@ -12,11 +12,14 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dspark.config import ENGINE_EXECUTORS, ServeConfig, drafter_dtype
 from dspark.errors import DSparkError
 from dspark.models.config import DecoderConfig, TargetConfig
+
+if TYPE_CHECKING:
+    from dspark.drafters.loading import DrafterOutline
 
 __all__ = ["Finding", "machine_findings", "model_findings", "package_findings", "port_findings"]
 
@@ -155,8 +158,8 @@ def _executor(config: ServeConfig) -> tuple[str, str | None, Finding]:
 
 def _drafter(
     config: ServeConfig, target: TargetConfig, *, base: Path
-) -> tuple[DecoderConfig | None, Finding]:
-    """Return the drafter's decoder (None where it has no cache), and whether it fits the target."""
+) -> tuple[DrafterOutline | None, Finding]:
+    """Return what is known of the drafter (None where it does not fit), and whether it fits the target."""
     from dspark.drafters.loading import peek_drafter
     from dspark.runtime import resolve_drafter
 
@@ -168,19 +171,16 @@ def _drafter(
         return None, Finding("drafter", f"{spec}{why} does not fit: {error}", bad=True)
     confidence = ", with confidence head" if outline.has_confidence else ""
     drafts = f"{outline.block_size} tokens a block{confidence}" if outline.block_size else "never drafts"
-    return outline.decoder, Finding(
-        "drafter", f"{spec}{why}: fits the target, {drafts}; policy {config.policy}"
-    )
+    return outline, Finding("drafter", f"{spec}{why}: fits the target, {drafts}; policy {config.policy}")
 
 
 def _memory(
-    config: ServeConfig, target: TargetConfig, drafter: DecoderConfig | None, *, executor: str, dtype: str
+    config: ServeConfig, target: TargetConfig, drafter: DrafterOutline | None, *, executor: str, dtype: str
 ) -> Iterator[Finding]:
     """Yield the pages that the cache holds, and whether weights and caches fit into memory."""
     page_bytes = _page_bytes(target.decoder, config.page_size, executor=executor, dtype=dtype)
     if drafter is not None:
-        own = drafter_dtype(config.drafter_dtype, executor=executor, target_dtype=dtype)
-        page_bytes += _page_bytes(drafter, config.page_size, executor=executor, dtype=own)
+        page_bytes += _drafter_page_bytes(config, drafter, executor=executor, target_dtype=dtype)
     context = min(config.max_context_len or target.max_context_len, target.max_context_len)
     if config.max_context_len > target.max_context_len:
         allowed = f"allowed is at most the model's {target.max_context_len}"
@@ -203,6 +203,27 @@ def _memory(
     fits = needed <= _MEMORY_SHARE * available
     text = f"weights and caches take about {_mib(needed)}, available are {_mib(available)}"
     yield Finding("memory", text + ("" if fits else "; lower cache_bytes"), bad=not fits)
+
+
+def _drafter_page_bytes(
+    config: ServeConfig, drafter: DrafterOutline, *, executor: str, target_dtype: str
+) -> int:
+    """Return the bytes of one page of what a drafter caches; 0 for one without a cache."""
+    decoder, size = drafter.decoder, config.page_size
+    if decoder is None:
+        return 0
+    text = 4 * size + 16  # what is remembered of the text whose rows a page holds
+    if drafter.kind in ("eagle3", "mtp"):  # in torch beside any target, with a hidden state in every slot
+        dtype = target_dtype if config.drafter_dtype == "auto" else config.drafter_dtype
+        if dtype == "int8":
+            from dspark.executors.dtype import auto_dtype
+
+            dtype = auto_dtype()
+        hidden = size * decoder.hidden_size * (4 if dtype == "float32" else 2)
+        return _page_bytes(decoder, size, executor="torch", dtype=dtype) + hidden + text
+    dtype = drafter_dtype(config.drafter_dtype, executor=executor, target_dtype=target_dtype)
+    page_bytes = _page_bytes(decoder, size, executor=executor, dtype=dtype)
+    return page_bytes + text if drafter.kind == "draft_model" else page_bytes
 
 
 def _page_bytes(decoder: DecoderConfig, page_size: int, *, executor: str, dtype: str) -> int:

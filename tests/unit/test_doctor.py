@@ -11,6 +11,7 @@ from dspark.cli import main
 from dspark.doctor import run_doctor
 from dspark.doctor_checks import machine_findings, model_findings, package_findings, port_findings
 from support.tiny_drafters import write_good_drafter
+from support.tiny_heads import write_tiny_head
 from support.tiny_models import write_tiny_target
 
 
@@ -47,11 +48,19 @@ def test_a_model_that_can_be_served(version_dir):
     )
 
 
-def test_the_page_budget_is_the_engines_own(version_dir):
+@pytest.mark.parametrize("kind", ["auto", "eagle3", "mtp", "draft_model", "ngram"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_page_budget_is_the_engines_own(version_dir, tmp_path, kind, dtype):
     from dspark.runtime import build_engine
     from dspark.serving.checks import load_checked_config
 
-    told = settle(version_dir, cache_bytes="8MiB")
+    drafter: object = kind
+    if kind in ("eagle3", "mtp"):
+        pytest.importorskip("torch", reason="heads run in torch")
+        drafter = write_tiny_head(tmp_path / "head", tmp_path / "target", kind=kind)
+    elif kind == "draft_model":
+        drafter = tmp_path / "target"
+    told = settle(version_dir, cache_bytes="8MiB", dtype=dtype, drafter=drafter)
     config = load_checked_config(version_dir / "model.yaml", {}, base=version_dir, environ={})
     engine = build_engine(config, base=version_dir)
     assert told["cache"].text.startswith(f"{engine.limits.num_pages} pages of ")
