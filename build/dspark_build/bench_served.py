@@ -2,8 +2,10 @@
 
     python -m dspark_build.bench_served --concurrency 1 4 16 32
 
-Both run what model_repository/dspark/1/model.yaml says, in turn, plain and with the server's own policy. Users each
-wait for their answer and ask again; times are taken where the client, or here the receiver of the outputs, sees them.
+Both run what model_repository/dspark/1/model.yaml says, in turn, plain and with the server's own policy, on the same
+prompts in the same order. Users each wait for their answer and ask again; times are taken where the client, or here the
+receiver of the outputs, sees them. Throughput is that of the time in which every user had a request open: neither a
+client's own start nor the end, when fewer and fewer are left, says anything of serving.
 """
 
 from __future__ import annotations
@@ -33,20 +35,51 @@ _MODES = {"plain": 0, "scheduled": -1}  # num_draft_tokens
 _LIMIT_S = 120.0  # of one load
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One request in process: when it was sent, when outputs came, with how many tokens."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: when it was sent, when outputs came [n], each with how many tokens [n]. Seconds."""
 
     sent_s: float
     at_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures:
+class Figures:
     tokens_per_s: float
     first_token_s: float  # median from sending to the first output
     token_s: float  # median time between tokens
+
+
+def figures_of(answers: Sequence[Answer], *, users: int) -> Figures:
+    """Return what a load's requests say, in process and served alike.
+
+    Outputs that come together were made since the one before: their tokens count evenly over that time.
+    """
+    sent = sorted(answer.sent_s for answer in answers)
+    begin_s = sent[min(users, len(sent)) - 1]
+    end_s = min(answer.at_s[-1] for answer in answers if answer.at_s[-1] > sent[-1])
+
+    def share(start_s: float, stop_s: float) -> float:
+        """Return how much of a time lies in the measured one."""
+        if stop_s <= start_s:
+            return float(begin_s <= stop_s <= end_s)
+        return max(0.0, min(stop_s, end_s) - max(start_s, begin_s)) / (stop_s - start_s)
+
+    tokens = 0.0
+    for answer in answers:
+        since_s = [answer.at_s[0], *answer.at_s]  # the first comes in one step, behind its prompt
+        spans = zip(since_s, answer.at_s, answer.tokens, strict=False)
+        tokens += sum(count * share(start_s, stop_s) for start_s, stop_s, count in spans)
+    return Figures(
+        tokens_per_s=tokens / (end_s - begin_s),
+        first_token_s=statistics.median(answer.at_s[0] - answer.sent_s for answer in answers),
+        token_s=statistics.median(
+            (answer.at_s[-1] - answer.at_s[0]) / sum(answer.tokens[1:])
+            for answer in answers
+            if len(answer.tokens) > 1
+        ),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", nargs="+", choices=_MODES, default=list(_MODES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--requests-per-user", type=int, default=2)
+    parser.add_argument("--requests-per-user", type=int, default=4)
     parser.add_argument("--prompts", type=Path, default=Path("clients/prompts/eval.jsonl"))
     args = parser.parse_args(arguments)
     prompts = [json.loads(line)["turns"][0].splitlines()[0] for line in args.prompts.open()][:32]
@@ -83,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def in_process(
     runtime: Runtime, prompts: Sequence[str], args: argparse.Namespace, *, users: int, num_draft_tokens: int
-) -> _Figures:
+) -> Figures:
     """Put the load on the engine of this process.
 
     Raises:
@@ -91,20 +124,20 @@ def in_process(
         queue.Empty: one took longer than it may.
     """
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    answers: list[_Answer] = []
+    answers: list[Answer] = []
     texts = itertools.cycle(prompts)
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True, num_draft_tokens=num_draft_tokens
     )
 
     def ask() -> None:
-        answer = _Answer(time.perf_counter())
+        answer = Answer(time.perf_counter())
         answers.append(answer)
 
         def take(output: RequestOutput) -> None:
             if output.token_ids:
                 answer.at_s.append(time.perf_counter())
-                answer.num_tokens += len(output.token_ids)
+                answer.tokens.append(len(output.token_ids))
             if output.final:
                 ended.put(output.error)
 
@@ -121,43 +154,35 @@ def in_process(
             raise error
         if done + users < num_requests:
             ask()
-    span_s = max(answer.at_s[-1] for answer in answers) - answers[0].sent_s
-    return _Figures(
-        tokens_per_s=sum(answer.num_tokens for answer in answers) / span_s,
-        first_token_s=statistics.median(answer.at_s[0] - answer.sent_s for answer in answers),
-        token_s=statistics.median(
-            (answer.at_s[-1] - answer.at_s[0]) / (answer.num_tokens - 1) for answer in answers
-        ),
-    )
+    return figures_of(answers, users=users)
 
 
-def served(url: str, prompts: str, args: argparse.Namespace, *, users: int, mode: str) -> _Figures:
+def served(url: str, prompts: str, args: argparse.Namespace, *, users: int, mode: str) -> Figures:
     """Put the load on the server with `dspark-client load`.
 
     Raises:
         subprocess.CalledProcessError: it failed; its words are on standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "load.json"
+        out, traces = Path(folder) / "load.json", Path(folder) / "traces.json"
         options: dict[str, object] = {
             "--url": url, "--mode": mode, "--concurrency": users, "--rounds": 1, "--prompts": prompts,
             "--max-tokens": args.max_tokens, "--requests-per-user": args.requests_per_user, "--out": out,
+            "--traces": traces,
         }  # fmt: skip
         words = [str(word) for pair in options.items() for word in pair]
         command = [str(Path(sys.executable).with_name("dspark-client")), "load", *words]
         subprocess.run(
             command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_LIMIT_S
         )
-        (result,) = json.loads(out.read_text())["results"]
-    median = result["median"]
-    return _Figures(
-        tokens_per_s=median["tokens_per_second"],
-        first_token_s=median["ttft_p50_s"],
-        token_s=median["itl_p50_s"],
-    )
+        (load,) = json.loads(traces.read_text())
+    answers = [
+        Answer(*(one[name] for name in ("sent_s", "response_s", "num_tokens"))) for one in load["requests"]
+    ]
+    return figures_of(answers, users=users)
 
 
-def _tell(users: int, mode: str, pairs: Sequence[tuple[_Figures, _Figures]]) -> None:
+def _tell(users: int, mode: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
     """Print the medians of what was measured in process and served, and how they compare round by round."""
 
     def median(name: str) -> Iterator[float]:

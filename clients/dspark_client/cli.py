@@ -101,6 +101,7 @@ def _load(connection: Connection, args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             rounds=args.rounds,
             out=args.out,
+            traces=args.traces,
             timeout_s=args.timeout,
             say=remark,
         )
@@ -224,6 +225,12 @@ def _add_load(command: argparse.ArgumentParser) -> None:
         default=Path("out/load.json"),
         metavar="FILE",
         help="figures; the picture lies beside them (default: %(default)s)",
+    )
+    command.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FILE",
+        help="also write every request: when sent, each response, tokens",
     )
 
 

@@ -10,7 +10,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -75,10 +76,14 @@ def load_test(
     max_tokens: int,
     rounds: int,
     out: Path,
+    traces: Path | None = None,
     timeout_s: float = 600.0,
     say: Callable[[str], None],
 ) -> int:
     """Measure every mode under every load; print a table, write JSON and a picture.
+
+    Arguments:
+        traces: gets every request of every round, for figures of the reader's own; None = nothing.
 
     Returns:
         0, or 1 when a load failed.
@@ -105,6 +110,9 @@ def load_test(
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(table_of(report))
     say(f"figures: {out}")
+    if traces is not None:
+        traces.write_text(json.dumps(_rounds(cells)) + "\n")
+        say(f"requests: {traces}")
     picture = out.with_suffix(".png")
     if draw(report, picture):
         say(f"picture: {picture}")
@@ -112,6 +120,15 @@ def load_test(
         for error in entry["errors"]:
             print(f"error: {entry['mode']}, {entry['load']}: {error}", file=sys.stderr)
     return 1 if any(entry["errors"] for entry in report["results"]) else 0
+
+
+def _rounds(cells: Mapping[tuple[str, str], Cell]) -> list[dict[str, object]]:
+    """Return every measured round with its requests; times in seconds on perf_analyzer's clock."""
+    return [
+        {"mode": mode, "load": load, "requests": [asdict(trace) for trace in round_traces]}
+        for (mode, load), cell in cells.items()
+        for round_traces in cell.traces
+    ]
 
 
 def _measure(
@@ -146,3 +163,4 @@ def _measure(
             cell.errors.append(str(error))
             return
     cell.rounds.append(figures_of(traces))
+    cell.traces.append(traces)

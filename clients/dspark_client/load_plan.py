@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dspark_client.perf_analyzer import Trace
+
 __all__ = ["Cell", "Load", "Mode", "parse_loads", "parse_modes"]
 
 
@@ -34,6 +36,7 @@ class Cell:
     """What one mode did under one load; the figures of each round, and its errors."""
 
     rounds: list[dict[str, float]] = field(default_factory=list)
+    traces: list[Sequence[Trace]] = field(default_factory=list)  # of each round
     errors: list[str] = field(default_factory=list)
 
     def median(self) -> dict[str, float]:

@@ -99,8 +99,12 @@ def test_a_load_that_fails_is_reported_and_the_rest_goes_on(monkeypatch, tmp_pat
         max_tokens=2,
         rounds=1,
         out=out,
+        traces=tmp_path / "traces.json",
         say=said.append,
     )
+    told = json.loads((tmp_path / "traces.json").read_text())
+    request = {"sent_s": 0.0, "response_s": [1.0, 2.0], "num_tokens": [1, 1]}
+    assert told == [{"mode": "scheduled", "load": load, "requests": [request]} for load in "ab"]
     assert status == 1 and Analyzer.calls == 4
     report = json.loads(out.read_text())
     assert [bool(entry["errors"]) for entry in report["results"]] == [True, False, True, False]

@@ -31,7 +31,10 @@ class TritonInstall:
 
     def environment(self) -> dict[str, str]:
         """Return the environment that makes the model's process run in this Python and its packages."""
-        environment = dict(os.environ)
+        environment = {
+            "OPENBLAS_NUM_THREADS": "1",
+            **os.environ,
+        }  # why: dspark/__init__.py; numpy comes first there
         if sys.prefix != sys.base_prefix:  # a virtual environment: the first python on PATH decides
             environment["PATH"] = os.pathsep.join([str(Path(sys.prefix, "bin")), environment.get("PATH", "")])
         library_dir = sysconfig.get_config_var("LIBDIR")
