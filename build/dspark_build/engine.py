@@ -237,7 +237,9 @@ def _build_all(
 def _check_shapes(job: ExportJob, limits: EngineLimits) -> None:
     """Refuse tensors that are too large before anything is built."""
     config, precision = job.target.config, job.precision
-    tensors = target_bindings(config, precision=precision, feature_layer_ids=job.feature_layer_ids)
+    tensors = target_bindings(
+        config, precision=precision, feature_layer_ids=job.feature_layer_ids, verify=job.verify
+    )
     if job.drafter is not None:
         tensors += drafter_bindings(job.drafter.config, precision=precision, shared=())
     for profile in profiles_of(limits):

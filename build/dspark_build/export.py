@@ -23,7 +23,7 @@ from typing import Any, cast, get_args
 from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint
 from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError, ConfigError
-from dspark.executors.tensorrt_bindings import Precision, target_bindings
+from dspark.executors.tensorrt_bindings import Precision, VerifyShape, target_bindings
 from dspark.executors.tensorrt_manifest import (
     EXPORT_NAME,
     ExportedFile,
@@ -56,6 +56,10 @@ class ExportJob:
     @property
     def feature_layer_ids(self) -> tuple[int, ...]:
         return self.drafter.config.target_layer_ids if self.drafter else ()
+
+    @property
+    def verify(self) -> VerifyShape:
+        return VerifyShape.of(self.drafter.config if self.drafter else None)
 
     @property
     def drafter_hash(self) -> str:
@@ -158,7 +162,7 @@ def _write_models(job: ExportJob, folder: Path, inputs: str) -> ExportManifest:
 
     target = write(
         "target",
-        len(job.target.weights.names()),
+        len(job.target.weights.names()) + job.verify.mapped,
         lambda file: target_model(
             config,
             job.target.weights,
@@ -166,6 +170,8 @@ def _write_models(job: ExportJob, folder: Path, inputs: str) -> ExportManifest:
             precision=job.precision,
             page_size=job.page_size,
             feature_layer_ids=layers,
+            verify=job.verify,
+            draft_to_target=job.drafter.draft_to_target if job.drafter else None,
         ),
     )
     bindings: tuple[Any, ...] = ()
@@ -197,7 +203,10 @@ def _write_models(job: ExportJob, folder: Path, inputs: str) -> ExportManifest:
         page_size=job.page_size,
         feature_layer_ids=layers,
         block_size=drafter.config.block_size if drafter else 0,
-        target_bindings=target_bindings(config, precision=job.precision, feature_layer_ids=layers),
+        verify=job.verify,
+        target_bindings=target_bindings(
+            config, precision=job.precision, feature_layer_ids=layers, verify=job.verify
+        ),
         drafter_bindings=bindings,
         files=tuple(files),
     )

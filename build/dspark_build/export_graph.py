@@ -77,7 +77,7 @@ def finished_model(
     graph = helper.make_graph(
         g.nodes,
         name,
-        [value_info(b) for b in bindings if b.kind in ("input", "cache")],
+        [value_info(b) for b in bindings if b.kind in ("input", "cache", "link")],
         [value_info(b) for b in bindings if b.kind == "output"]
         + [value_info(b, name=b.alias) for b in bindings if b.kind == "cache"],
         list(tensors),

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import onnx
-from dspark.executors.tensorrt_bindings import Precision, head_precision, target_bindings
+from dspark.executors.tensorrt_bindings import (
+    VERIFY_DEPTH,
+    Precision,
+    VerifyShape,
+    head_precision,
+    target_bindings,
+)
 from dspark.models.config import TargetConfig, WeightSource
 from onnx import TensorProto
 
 from dspark_build.export_bodies import paged_attention_function
 from dspark_build.export_decoder import DecoderGraph
 from dspark_build.export_graph import DOMAIN, finished_model, plugin_attributes
+from dspark_build.export_verify import verify_function, verify_inputs
 from dspark_build.export_weights import WeightFile
 
 __all__ = ["target_model"]
@@ -50,6 +58,32 @@ def _ends(t: DecoderGraph, hidden: str, table: str, *, tied: bool) -> None:
     g.op("Sub", g.constant(np.array(1, np.int32)), worst, name="finite")
 
 
+def _verify(
+    t: DecoderGraph, shape: VerifyShape, vocab_size: int, draft_to_target: npt.NDArray[np.int32] | None
+) -> None:
+    """Add the verification of chains over the wanted rows."""
+    g, drafts = t.g, shape.block_size > 0
+    given = {"tokens": g.op("Gather", "tokens", "logit_rows"), "query_start": "verify_start"}
+    given["positions"] = "first_positions"
+    if shape.mapped:
+        assert draft_to_target is not None, "a reduced draft vocabulary has a map"
+        entries = np.full(vocab_size, -1, np.int32)
+        entries[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
+        given["target_to_draft"] = t.file.add("target_to_draft", entries, TensorProto.INT32)
+    names = verify_inputs(tree=False, probs=drafts, mapped=shape.mapped)
+    g.op_of(
+        "DSparkVerify",
+        *(given.get(name, name) for name in names),
+        outputs=["accepted", "path", "next_token"],
+        domain=DOMAIN,
+        max_depth=VERIFY_DEPTH,
+        tree=0,
+        probs=int(drafts),
+        mapped=int(shape.mapped),
+        **plugin_attributes(),
+    )
+
+
 def target_model(
     config: TargetConfig,
     weights: WeightSource,
@@ -58,11 +92,15 @@ def target_model(
     precision: Precision,
     page_size: int,
     feature_layer_ids: Sequence[int] = (),
+    verify: VerifyShape | None = None,
+    draft_to_target: npt.NDArray[np.int32] | None = None,
 ) -> onnx.ModelProto:
     """Return the graph of the target; its weights are in `file`.
 
     Arguments:
         feature_layer_ids: layers whose outputs are given back, -1 = the embedding output.
+        verify: what it verifies; None = it gives logits only.
+        draft_to_target: [Vd] target ids of a reduced draft vocabulary, None for the full one.
     """
     t = DecoderGraph(config.decoder, weights, file, precision)
     g = t.g
@@ -77,10 +115,10 @@ def target_model(
     if feature_layer_ids:
         g.op("Concat", *(taken[i] for i in feature_layer_ids), name="features", axis=1)
     _ends(t, hidden, table, tied=config.tie_word_embeddings)
-    return finished_model(
-        g,
-        "target",
-        target_bindings(config, precision=precision, feature_layer_ids=tuple(feature_layer_ids)),
-        file.tensors,
-        [paged_attention_function()],
-    )
+    functions = [paged_attention_function()]
+    if verify is not None:
+        _verify(t, verify, config.vocab_size, draft_to_target)
+        functions.append(verify_function(tree=False, probs=verify.block_size > 0, mapped=verify.mapped))
+    layers = tuple(feature_layer_ids)
+    bindings = target_bindings(config, precision=precision, feature_layer_ids=layers, verify=verify)
+    return finished_model(g, "target", bindings, file.tensors, functions)

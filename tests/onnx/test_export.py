@@ -22,7 +22,7 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from dspark_build.export import ExportJob, export_pair  # noqa: E402  (needs onnx)
-from support.onnx_models import cpu_session  # noqa: E402
+from support.onnx_models import cpu_session, nothing_to_verify  # noqa: E402
 
 FILES = {"target.onnx", "target.data", "drafter.onnx", "drafter.data", "export.json"}
 
@@ -60,7 +60,9 @@ def test_an_export_is_whole_and_done_once(
     assert {file.name for file in manifest.files} == FILES - {"export.json"}
     for name, bindings in (("target", manifest.target_bindings), ("drafter", manifest.drafter_bindings)):
         graph = onnx.load(out / f"{name}.onnx", load_external_data=False).graph
-        assert [i.name for i in graph.input] == [b.name for b in bindings if b.kind in ("input", "cache")]
+        assert [i.name for i in graph.input] == [
+            b.name for b in bindings if b.kind in ("input", "cache", "link")
+        ]
         weights = {tensor.name for tensor in graph.initializer}
         assert weights >= {b.name for b in bindings if b.kind == "weight"}
     # The drafter has no tables of its own: it points at the target's.
@@ -186,6 +188,9 @@ def test_sixteen_bits_stay_near_the_torch_executor(
     }
     feeds |= {"ancestors": np.zeros((11, 0), np.int32)}
     feeds |= {name: np.zeros((16, 2, 2, 8), dtype) for name in names}
+    feeds |= nothing_to_verify(
+        load_export(out).target_bindings, num_sequences=2, num_rows=len(batch.logit_rows)
+    )
     got = _run(out / "target.onnx", feeds, precision)
     torch_dtype = {"fp16": "float16", "bf16": "bfloat16"}[precision]
     target = TorchTarget(found.config, found.weights, dtype=torch_dtype)

@@ -10,84 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint
-from dspark.drafters.none import NoneDrafter
-from dspark.engine.admission import EngineLimits
-from dspark.engine.engine import Engine
+from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError, EngineError
 from dspark.executors.interface import DraftBatch, StepBatch
-from dspark.executors.tensorrt_bindings import target_bindings
+from dspark.executors.tensorrt_bindings import VerifyShape, target_bindings
 from dspark.executors.tensorrt_buckets import EngineShapes, bucket, drafter_buckets, target_buckets
 from dspark.executors.tensorrt_buffers import BufferPlan
 from dspark.executors.tensorrt_cuda import CudaSession
 from dspark.executors.tensorrt_device import CudaDevice
-from dspark.executors.tensorrt_loading import EnginePair, built_engine, engine_shapes, load_engine_pair
+from dspark.executors.tensorrt_loading import built_engine, load_engine_pair
 from dspark.executors.torch_drafter import TorchBlockDrafter
 from dspark.executors.torch_target import TorchTarget
-from dspark.models.loading import TargetCheckpoint, load_target
-from dspark.scheduling.scheduler import make_scheduler
+from dspark.models.loading import load_target
 from dspark_plugins.tensorrt.module import load_tensorrt, tensorrt_name
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import answers, make_engine, make_request
-from support.tiny_drafters import write_good_drafter, write_tiny_drafter
+from support.tiny_drafters import write_good_drafter
 from support.tiny_models import tiny_config, write_tiny_target
 
 pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from dspark_build.export import ExportJob, export_pair
+from support.exported_pairs import PAGE, SHAPES, Home
 
-PAGE = 4
-LIMITS = EngineLimits(max_batch_size=4, max_context_len=64, max_step_tokens=6, num_pages=48, page_size=PAGE)
-SHAPES = engine_shapes(max_sequences=4, max_step_tokens=6, max_context_len=64, page_size=PAGE, block_size=4)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
-
-
-class Home:
-    """Checkpoints and their export."""
-
-    def __init__(self, folder: Path, **drafter: Any) -> None:
-        self.folder = folder
-        write_tiny_target(folder / "target", max_context_len=64)
-        if drafter.pop("random", False):
-            write_tiny_drafter(folder / "drafter", folder / "target", **drafter)
-        else:
-            write_good_drafter(folder / "drafter", folder / "target", noise=0.1, **drafter)
-        self.target: TargetCheckpoint = load_target(folder / "target")
-        self.drafter: DrafterCheckpoint = load_drafter_checkpoint(
-            folder / "drafter", target=self.target.config
-        )
-        job = ExportJob(target=self.target, drafter=self.drafter, precision="fp32", page_size=PAGE)
-        export_pair(job, folder / "onnx")
-
-    def pair(self, shapes: EngineShapes = SHAPES) -> EnginePair:
-        return load_engine_pair(
-            self.folder / "onnx",
-            target=self.target,
-            drafter=self.drafter,
-            page_size=PAGE,
-            shapes=shapes,
-            backend="onnxruntime",
-            num_threads=1,
-        )
-
-    def engine(self, policy: str) -> Engine:
-        """Return an engine over the export; policy none does not draft."""
-        target, drafter = self.pair()
-        assert drafter is not None
-        drafts = policy != "none"
-        used = drafter if drafts else NoneDrafter()
-        for part in (target, used):
-            part.allocate_cache(num_pages=LIMITS.num_pages, page_size=PAGE)
-        return Engine(
-            target=target,
-            drafter=used,
-            scheduler=make_scheduler(
-                policy, block_size=4 if drafts else 0, has_confidence=False, cost_model=None, calibrator=None
-            ),
-            limits=LIMITS,
-        )
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +47,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 30), st.integers(1, 99))
 def test_buffers_do_not_share_memory(rows: int, tokens: int, pages: int, slots: int) -> None:
-    bindings = target_bindings(tiny_config(), precision="fp16", feature_layer_ids=(0,))
-    sizes = {"R": rows, "T": tokens, "M": tokens, "P": pages, "W": 0, "S": slots}
+    bindings = target_bindings(
+        tiny_config(), precision="fp16", feature_layer_ids=(0,), verify=VerifyShape(4, 50)
+    )
+    sizes = {"R": rows, "T": tokens, "M": tokens, "P": pages, "W": 0, "S": slots, "Q": 4 * rows}
     used = [b for b in bindings if b.kind != "weight"]
     plan = BufferPlan.of(used, sizes)
     assert set(plan.buffers) == {b.name for b in used}
-    places = sorted(plan.buffers.values(), key=lambda buffer: buffer.offset)
+    links = {name: buffer for name, buffer in plan.buffers.items() if buffer.offset < 0}
+    assert {name: buffer.num_bytes for name, buffer in links.items()} == {"draft_probs": 4 * 4 * rows * 50}
+    places = sorted(
+        (b for b in plan.buffers.values() if b.binding.name not in links), key=lambda buffer: buffer.offset
+    )
     ends = [*(buffer.offset for buffer in places[1:]), plan.device_bytes]
     for buffer, end in zip(places, ends, strict=True):
         assert buffer.offset % 256 == 0 and buffer.offset + max(buffer.num_bytes, 1) <= end
@@ -366,7 +319,7 @@ def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"has no engine.json; make it with `dspark-build engine`"):
         built_engine(tmp_path)
     limits = {"max_batch": 4, "max_tokens": 6, "max_pages": 18, "page_size": PAGE, "block_size": 4}
-    told = {"format_version": 2, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+    told = {"format_version": 3, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
     (tmp_path / "engine.json").write_text(json.dumps(told))
     assert built_engine(tmp_path) == (SHAPES, 89, "tensorrt_rtx 1.7")
     (tmp_path / "engine.json").write_text(json.dumps(told | {"limits": {"max_batch": 4}}))
@@ -374,7 +327,7 @@ def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) ->
         built_engine(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps(told | {"format_version": 1}))
     with pytest.raises(
-        CheckpointError, match="format_version must be 2, got 1; make it again with `dspark-build"
+        CheckpointError, match="format_version must be 3, got 1; make it again with `dspark-build"
     ):
         built_engine(tmp_path)
 

@@ -15,7 +15,7 @@ from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors import tensorrt_cuda, tensorrt_device
 from dspark.executors.interface import DraftBatch, StepBatch
-from dspark.executors.tensorrt_device import CudaDevice, SharedTables
+from dspark.executors.tensorrt_device import CudaDevice, SharedTables, device_pair_memory
 from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_engine_pair
 from dspark.models.loading import load_target
 from support.step_batches import ragged_step
@@ -68,7 +68,7 @@ class Home:
             files.append(replace(files[0], name=f"{name}.plan", num_bytes=size))
         (self.folder / "export.json").write_text(replace(self.export, files=tuple(files)).text())
         limits = {"max_batch": 2, "max_tokens": 6, "max_pages": 10, "block_size": 4}
-        told = {"format_version": 2, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+        told = {"format_version": 3, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
         (self.folder / "engine.json").write_text(json.dumps(told))
 
     def pair(self, folder: Path | None = None, backend: Any = "tensorrt") -> EnginePair:
@@ -164,19 +164,20 @@ def test_a_table_is_on_the_device_once(home: Home, cuda: FakeCuda) -> None:
     assert sum(table in bytes(block) for block in cuda.memory.values()) == 1
 
 
-def test_every_prepared_call_has_a_context_of_its_own_and_the_same_scratch_memory(
+def test_every_prepared_shape_has_a_context_of_its_own_and_the_same_scratch_memory(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = on_a_device(monkeypatch)
     trt = tensorrt_cuda._tensorrt()[0]
     target = home.pair().target
     target.allocate_cache(num_pages=4, page_size=PAGE)
-    num_prepared = 3 + 2  # one sequence at 1, 2, 4 rows; two at 2, 4
+    num_shapes = 3 + 2  # one sequence at 1, 2, 4 rows; two at 2, 4
+    num_prepared = 2 * num_shapes  # verified, and with logits
     assert cuda.log.count("cudaGraphInstantiate") == num_prepared
-    assert len(trt.contexts) == 2 + num_prepared  # and one for each profile
+    assert len(trt.contexts) == 2 + num_shapes  # and one for each profile
     assert len({context.scratch for context in trt.contexts}) == 1
     target._runner.session.close()
-    assert len(cuda.memory) == 1  # the table is not the session's
+    assert len(cuda.memory) == 2  # the table and the drafter's probabilities are not the session's
     assert cuda.log.count("cudaGraphExecDestroy") == num_prepared
 
 
@@ -231,7 +232,11 @@ def test_a_plan_that_tensorrt_does_not_take_names_both_versions(tmp_path: Path) 
         match=r"built with tensorrt_rtx 1.7, fake_tensorrt 1.0 cannot load it on GPU 0: Magic tag does not match",
     ):
         tensorrt_cuda.CudaSession(
-            path, device=device, tables=SharedTables(device, {}), built_with="tensorrt_rtx 1.7"
+            path,
+            device=device,
+            tables=SharedTables(device, {}),
+            pair=device_pair_memory(device),
+            built_with="tensorrt_rtx 1.7",
         )
 
 

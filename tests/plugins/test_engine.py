@@ -76,18 +76,25 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
     manifest = whole_engine(built)
     target, drafter = manifest.plans
     layers = load_target(home / "target").config.decoder.num_layers
-    assert (target.num_plugins, target.kinds["PluginV3"]) == (layers, 2 * layers)
+    assert target.num_plugins == layers + 1
+    assert target.kinds["PluginV3"] + target.kinds.get("custom_layer", 0) == 2 * (layers + 1)
     assert drafter.num_plugins == 2 + 1
     assert drafter.kinds["PluginV3"] + drafter.kinds.get("custom_layer", 0) == 2 * 3
     # Chains and trees, at tiles of 16 and 32 rows whole and in pieces, of 64 whole.
-    assert target.kernels == {"attention_kernel": 10, "merge_splits_kernel": 1}
+    assert target.kernels == {
+        "attention_kernel": 10,
+        "merge_splits_kernel": 1,
+        "row_limits_kernel": 1,
+        "walk_kernel": 1,  # verification
+    }
     assert set(drafter.kernels) == {
         *("attention_kernel", "write_rows_kernel", "merge_splits_kernel", "block_sample_kernel")
     }
     assert (manifest.sm, manifest.precision, manifest.block_size) == (89, "fp16", 4)
     assert [binding["name"] for binding in target.bindings][:2] == ["tokens", "positions"]
     page = (built / "target.layers.md").read_text()
-    assert page.count("| PluginV3 |") == 2 * layers and "Profile 1: prompts" in page
+    assert page.count("| PluginV3 |") + page.count("| custom_layer |") == 2 * (layers + 1)
+    assert "Profile 1: prompts" in page
 
 
 def test_the_runtime_takes_the_folder_and_refuses_a_cut_plan(home: Path, tmp_path: Path) -> None:
@@ -258,7 +265,7 @@ def test_an_engine_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="dspark-build engine"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps({"format_version": 9}))
-    with pytest.raises(CheckpointError, match="format_version must be 2, got 9"):
+    with pytest.raises(CheckpointError, match="format_version must be 3, got 9"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
-from dspark.executors.tensorrt_bindings import Binding
+from dspark.executors.tensorrt_bindings import Binding, numpy_dtype
 from dspark_build.export_graph import DOMAIN, Graph, finished_model, plugin_attributes
 
-__all__ = ["cpu_session", "operation", "run_operation"]
+__all__ = ["cpu_session", "nothing_to_verify", "operation", "run_operation"]
 
 _NAMES = {"float32": "fp32", "float16": "fp16", "int32": "i32", "int64": "i64"}
 
@@ -24,6 +25,16 @@ def cpu_session(model: str | bytes) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def nothing_to_verify(
+    bindings: Iterable[Binding], *, num_sequences: int, num_rows: int
+) -> dict[str, np.ndarray]:
+    """Return what a target's graph is told of verification when it has none to do."""
+    sides = {"R": num_sequences, "R+1": num_sequences + 1, "M": num_rows, "Q": 1}
+    late = itertools.dropwhile(lambda b: b.name != "verify_start", bindings)
+    told = itertools.takewhile(lambda b: b.kind in ("input", "link"), late)
+    return {b.name: np.zeros([sides.get(str(side), side) for side in b.shape], numpy_dtype(b)) for b in told}
 
 
 def operation(

@@ -122,7 +122,7 @@ def test_what_looks_at_the_text_is_the_hosts(params: dict[str, Any], tmp_path: P
 
 
 def test_seeds_keep_their_bits() -> None:
-    draws = BlockDraws.of(inputs_of(ASKED))
+    draws = BlockDraws.of(item.sampler for item in inputs_of(ASKED))
     assert draws.seeds.astype(np.uint64).tolist() == [5, 101, 102, 103, 2**64 - 3]
     assert draws.coupled.tolist() == [1, 0, 0, 0, 1]
     assert draws.temperature.tolist() == pytest.approx([0.8, 1.0, 0.0, 1.3, 0.9])

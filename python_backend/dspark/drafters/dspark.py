@@ -231,7 +231,7 @@ def _spread(found: DraftBlock, rows: list[int], empty: DraftBlock) -> DraftBlock
         confidence[rows] = found.confidence_logits
     distributions = None
     if found.distributions is not None:
-        spread: list[tuple[Distribution | None, ...]] = [()] * len(empty.num_tokens)
+        spread: list[Sequence[Distribution | None]] = [()] * len(empty.num_tokens)
         for row, of_row in zip(rows, found.distributions, strict=True):
             spread[row] = of_row
         distributions = tuple(spread)

@@ -78,7 +78,7 @@ class DraftBlock:
 
     tokens: Int32  # [R, G], undefined past num_tokens
     num_tokens: Int32  # [R]
-    distributions: tuple[tuple[Distribution | None, ...], ...] | None  # None = all one-hot
+    distributions: tuple[Sequence[Distribution | None], ...] | None  # None = all one-hot
     confidence_logits: Float32 | None  # [R, G], NaN where looked up, None without a confidence head
     looked_up: npt.NDArray[np.bool_] | None = (
         None  # [R] blocks that cost no drafter pass; None = none of them

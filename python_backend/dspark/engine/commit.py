@@ -73,8 +73,9 @@ class Committer:
                     block, confidence, index, verify_len=num_drafts, accepted=verdict.accepted
                 )
             verdicts.append(verdict)
-        for chunk, row in zip((c for c in plan.prefill if c.last), rows.first_token_rows, strict=True):
-            judge = partial(judge_first_token, chunk.sequence, row, output)
+        last = ((i, c) for i, c in enumerate(plan.prefill, start=len(plan.decoding)) if c.last)
+        for (index, chunk), row in zip(last, rows.first_token_rows, strict=True):
+            judge = partial(judge_first_token, chunk.sequence, index, row, output)
             self._take(chunk.sequence, judge, output.logits[row : row + 1], now_ns)
         return verdicts
 

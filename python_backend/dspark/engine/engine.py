@@ -5,7 +5,7 @@
 `Engine.step` is that line; each word is one file beside this one:
 
     batching     who takes part            drafting     blocks, and how much of them is verified
-    step_batch   the rows of the pass      judging      which drafts are accepted
+    step_batch   the rows of the pass      judging      which drafts are accepted (verifying: on the device)
     commit       what becomes the answer   learning     what the policy is told
 
 One thread owns an engine (`thread.EngineThread` is that thread in a server); nothing here locks.
@@ -29,6 +29,7 @@ from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows, build_step_rows
 from dspark.engine.step_report import StepWatcher
+from dspark.engine.verifying import run_target
 from dspark.executors.interface import CacheMover, TargetExecutor
 from dspark.models.tokenizer import Tokenizer
 from dspark.request import Request
@@ -98,7 +99,7 @@ class Engine:
         verify_len = self._drafts.schedule(plan, block)
         rows = build_step_rows(plan, block, verify_len, page_size=self.limits.page_size)
         clock.scheduled()
-        output = self.target.forward(rows.batch)
+        output = run_target(self.target, plan, block, rows)
         clock.verified()
         verdicts = self._committer.commit(plan, block, rows, output, started_ns=clock.started_ns)
         self._settle(rows, verdicts)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from dspark.drafters.interface import DraftBlock
 from dspark.engine.sequence import Sequence
+from dspark.engine.verifying import device_verdict
 from dspark.errors import NonFiniteError
 from dspark.executors.interface import TargetOutput
 from dspark.sampling.verification import Verdict, verify_chain, verify_tree
@@ -32,6 +33,9 @@ def judge_drafts(
     Raises:
         NonFiniteError: the row behind the anchor is not finite.
     """
+    if output.verified is not None:
+        drafts = block.tokens[index, :num_drafts].tolist()
+        return device_verdict(sequence, output.verified, index, finite=output.finite[span], drafts=drafts)
     usable = _usable_rows(sequence, output.finite[span])
     verified = min(num_drafts, usable - 1)
     looked_up = block.looked_up is not None and block.looked_up[index]  # a chain, beside trees as well
@@ -64,13 +68,19 @@ def judge_drafts(
     )
 
 
-def judge_first_token(sequence: Sequence, row: int, output: TargetOutput) -> Verdict:
+def judge_first_token(sequence: Sequence, index: int, row: int, output: TargetOutput) -> Verdict:
     """Draw the first token of an answer from the logit row of its prompt's last token.
+
+    Arguments:
+        index: of this sequence among those of the pass.
+        row: the logit row.
 
     Raises:
         NonFiniteError: that row is not finite.
     """
     span = slice(row, row + 1)
+    if output.verified is not None:
+        return device_verdict(sequence, output.verified, index, finite=output.finite[span], drafts=[])
     _usable_rows(sequence, output.finite[span])
     return verify_chain(
         sequence.sampler,

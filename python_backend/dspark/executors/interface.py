@@ -25,6 +25,7 @@ __all__ = [
     "StepBatch",
     "TargetExecutor",
     "TargetOutput",
+    "Verified",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -53,13 +54,27 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What the executor's own verification of chains found; the path is the chain's first `accepted` drafts."""
+
+    accepted: Int32  # [R] drafts
+    next_token: (
+        Int32  # [R] the target's token behind them; -1 for a row that is not finite, and where there are none
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """What a target pass gives back. `argmax` takes the lowest id among equals."""
+    """What a target pass gives back. `argmax` takes the lowest id among equals.
+
+    Where the executor verified itself, logits and arg-max stayed where they were: both have no rows then.
+    """
 
     logits: Float32  # [M, V]
     argmax: Int32  # [M]
     finite: npt.NDArray[np.bool_]  # [M] False where a row holds NaN or infinity
     features: Float32 | None  # [T, m*d] hidden states after the feature layers, None when there are none
+    verified: Verified | None = None
 
 
 class TargetExecutor(Protocol):

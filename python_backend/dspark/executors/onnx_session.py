@@ -5,6 +5,8 @@ Slow: attention runs as the reference body, sequence after sequence.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
-from dspark.executors.tensorrt_bindings import numpy_dtype
-from dspark.executors.tensorrt_buffers import BufferPlan
+from dspark.executors.pair_memory import PairMemory
+from dspark.executors.tensorrt_bindings import ITEM_BYTES, PAIRED, numpy_dtype
+from dspark.executors.tensorrt_buffers import Buffer, BufferPlan
 from dspark.executors.tensorrt_session import Call
 
 __all__ = ["OnnxSession"]
@@ -25,6 +28,7 @@ class OnnxSession:
     Arguments:
         path: target.onnx or drafter.onnx.
         num_threads: 0 = one per core.
+        pair: memory that it has with the other graph of its pair; None = it runs alone.
 
     Raises:
         ConfigError: onnxruntime is not installed.
@@ -33,7 +37,7 @@ class OnnxSession:
 
     name = "onnxruntime"
 
-    def __init__(self, path: Path, *, num_threads: int = 0) -> None:
+    def __init__(self, path: Path, *, num_threads: int = 0, pair: PairMemory | None = None) -> None:
         try:
             import onnxruntime
         except ImportError as error:
@@ -48,6 +52,7 @@ class OnnxSession:
             )
         except Exception as error:  # one class for each of its status codes, none of them documented
             raise CheckpointError(f"{path}: ONNX Runtime cannot run it: {str(error)[:300]}") from error
+        self._pair, self.keeps = pair, pair is not None
         self._plan: BufferPlan | None = None
         self._memory = np.empty(0, np.uint8)
         self._prepared: dict[Call, Any] = {}
@@ -74,6 +79,13 @@ class OnnxSession:
         except Exception as error:  # as above
             raise EngineError(f"ONNX Runtime: {str(error)[:300]}") from error
 
+    def fetch(self, call: Call, name: str) -> None:
+        """Copy from the pair's memory to the front part."""
+        assert self._plan is not None
+        buffer, shape = self._plan.buffers[name], dict(call.shapes)[name]
+        size = math.prod(shape) * ITEM_BYTES[buffer.binding.dtype]
+        ctypes.memmove(self._memory.ctypes.data + buffer.offset, self._address(buffer), size)
+
     def close(self) -> None:
         """Let session and memory go."""
         self._prepared.clear()
@@ -83,15 +95,25 @@ class OnnxSession:
     def _bound(self, call: Call) -> Any:
         """Return tensors bound to their places, a cache as input and as output at once."""
         assert self._plan is not None
-        bound, base = self._session.io_binding(), self._memory.ctypes.data
+        bound = self._session.io_binding()
         for name, shape in call.shapes:
             buffer = self._plan.buffers[name]
-            binding, address = buffer.binding, base + buffer.offset
-            where = ("cpu", 0, numpy_dtype(binding), shape, address)
+            binding = buffer.binding
+            where = ("cpu", 0, numpy_dtype(binding), shape, self._address(buffer))
             if binding.kind != "output":
                 bound.bind_input(name, *where)
             if binding.kind == "cache":
                 bound.bind_output(binding.alias, *where)
-            elif name in call.outputs:
+            elif name in call.outputs or (binding.kind == "output" and self._paired(name)):
                 bound.bind_output(name, *where)
         return bound
+
+    def _paired(self, name: str) -> bool:
+        return self._pair is not None and name in PAIRED
+
+    def _address(self, buffer: Buffer) -> int:
+        name = buffer.binding.name
+        if self._pair is not None and name in PAIRED:
+            return self._pair.address(name, buffer.num_bytes)
+        assert buffer.offset >= 0, f"{name} lies in the memory of a pair"
+        return self._memory.ctypes.data + buffer.offset

@@ -18,12 +18,15 @@ __all__ = [
     "DIMENSIONS",
     "DTYPE_NAMES",
     "ITEM_BYTES",
+    "PAIRED",
     "TABLE_SUFFIX",
+    "VERIFY_DEPTH",
     "Binding",
     "DType",
     "Kind",
     "Precision",
     "SampleHead",
+    "VerifyShape",
     "drafter_bindings",
     "head_precision",
     "numpy_dtype",
@@ -34,7 +37,7 @@ __all__ = [
 
 Precision = Literal["fp32", "fp16", "bf16"]
 DType = Literal["fp32", "fp16", "bf16", "i32", "i64"]
-Kind = Literal["input", "output", "cache", "weight"]
+Kind = Literal["input", "output", "cache", "weight", "link"]
 
 ITEM_BYTES: dict[DType, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8}
 DTYPE_NAMES: dict[Precision, str] = {
@@ -42,6 +45,10 @@ DTYPE_NAMES: dict[Precision, str] = {
     "fp16": "float16",
     "bf16": "bfloat16",
 }  # as in settings
+PAIRED = frozenset(
+    {"draft_probs"}
+)  # what the drafter's engine leaves in device memory that the target's reads
+VERIFY_DEPTH = 16  # drafts of the longest chain that a target engine verifies
 TABLE_SUFFIX = ".table"  # of the file of a weight that both engines take as an input
 DIMENSIONS = {
     "T": "rows of a target pass",
@@ -51,12 +58,17 @@ DIMENSIONS = {
     "W": "mask words of a row, 0 for chains",
     "N": "newly committed rows",
     "S": "cache slots",
+    "Q": "rows of draft probabilities: sequences times block size",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One tensor of an engine. A cache is an input and, under `alias`, an output in the same memory."""
+    """One tensor of an engine.
+
+    A cache is an input and, under `alias`, an output in the same memory. A link is an input that the other engine of
+    the pair gives as its output of that name: the same memory, which the host does not write.
+    """
 
     name: str
     dtype: DType
@@ -113,10 +125,37 @@ def head_precision(precision: Precision) -> Precision:
     return "fp16" if precision == "bf16" else precision
 
 
+@dataclass(frozen=True, slots=True)
+class VerifyShape:
+    """What the target engine knows of the drafts that it verifies: the attributes of `DSparkVerify`.
+
+    Without a drafter every draft is one-hot, and there are no probabilities to read.
+    """
+
+    block_size: int = 0  # G; 0 = no drafter
+    draft_vocab_size: int = 0  # Vd
+    mapped: bool = False  # a reduced draft vocabulary
+
+    @classmethod
+    def of(cls, config: DrafterConfig | None) -> VerifyShape:
+        if config is None:
+            return cls()
+        mapped = config.draft_vocab_size != config.vocab_size
+        return cls(config.block_size, config.draft_vocab_size, mapped)
+
+
 def target_bindings(
-    config: TargetConfig, *, precision: Precision, feature_layer_ids: tuple[int, ...]
+    config: TargetConfig,
+    *,
+    precision: Precision,
+    feature_layer_ids: tuple[int, ...],
+    verify: VerifyShape | None,
 ) -> tuple[Binding, ...]:
-    """Return the tensors of the target engine, weights that the drafter shares included."""
+    """Return the tensors of the target engine, weights that the drafter shares included.
+
+    Arguments:
+        verify: of what it verifies; None for passes that only give logits.
+    """
     decoder, vocab_size = config.decoder, config.vocab_size
     slot = (2, decoder.num_kv_heads, decoder.head_dim)
     features = len(feature_layer_ids) * decoder.hidden_size
@@ -129,12 +168,46 @@ def target_bindings(
         Binding("slots", "i32", ("T",)),
         Binding("ancestors", "i32", ("T", "W")),
         Binding("logit_rows", "i32", ("M",)),
+        *(_verify_inputs(verify) if verify else ()),
         *_caches(decoder.num_layers, precision, slot),
         *_table_bindings(config, precision),
         Binding("logits", "fp32", ("M", vocab_size), "output"),
         Binding("argmax", "i32", ("M",), "output"),
         Binding("finite", "i32", ("M",), "output"),
+        *(_verify_outputs() if verify else ()),
         *((Binding("features", "fp32", ("T", features), "output"),) if features else ()),
+    )
+
+
+def _verify_inputs(verify: VerifyShape) -> tuple[Binding, ...]:
+    probs = (
+        Binding("prob_rows", "i32", ("M",)),
+        Binding("draft_probs", "fp32", ("Q", verify.draft_vocab_size), "link"),
+    )
+    return (
+        Binding("verify_start", "i32", ("R+1",)),
+        *(probs if verify.block_size else ()),
+        Binding("first_positions", "i32", ("R",)),
+        *_draw_bindings(),
+    )
+
+
+def _verify_outputs() -> tuple[Binding, ...]:
+    return (
+        Binding("accepted", "i32", ("R",), "output"),
+        Binding("path", "i32", ("R", VERIFY_DEPTH), "output"),
+        Binding("next_token", "i32", ("R",), "output"),
+    )
+
+
+def _draw_bindings() -> tuple[Binding, ...]:
+    return (
+        Binding("seeds", "i64", ("R",)),
+        Binding("temperature", "fp32", ("R",)),
+        Binding("top_k", "i32", ("R",)),
+        Binding("top_p", "fp32", ("R",)),
+        Binding("min_p", "fp32", ("R",)),
+        Binding("coupled", "i32", ("R",)),
     )
 
 
@@ -171,12 +244,7 @@ def drafter_bindings(
         Binding("context_len", "i32", ("R",)),
         Binding("page_table", "i32", ("R", "P")),
         Binding("num_drafts", "i32", ("R",)),
-        Binding("seeds", "i64", ("R",)),
-        Binding("temperature", "fp32", ("R",)),
-        Binding("top_k", "i32", ("R",)),
-        Binding("top_p", "fp32", ("R",)),
-        Binding("min_p", "fp32", ("R",)),
-        Binding("coupled", "i32", ("R",)),
+        *_draw_bindings(),
         *_caches(decoder.num_layers, precision, slot),
         *shared,
         Binding("draft_tokens", "i32", ("R", block_size), "output"),

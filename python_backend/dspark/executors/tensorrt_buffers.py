@@ -3,11 +3,14 @@
     device  inputs | outputs | caches
     host    inputs | outputs            the same offsets, so that a copy needs no other address
 
-A cache is one buffer: input and output at once. Nothing is allocated, moved or freed after the start.
+A cache is one buffer: input and output at once. A link has no place here: it lies in the pair's memory
+(`pair_memory`), and so does the device's side of what the drafter's engine leaves there. Nothing is allocated, moved or
+freed after the start.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +26,7 @@ class Buffer:
     """The place of one tensor."""
 
     binding: Binding
-    offset: int
+    offset: int  # -1 = only in the pair's memory
     num_bytes: int
 
 
@@ -44,13 +47,14 @@ class BufferPlan:
         """
         buffers: dict[str, Buffer] = {}
         at = host_bytes = 0
-        for kind in ("input", "output", "cache"):
+        for kind in ("link", "input", "output", "cache"):
             for binding in bindings:
                 if binding.kind != kind:
                     continue
-                size = ITEM_BYTES[binding.dtype]
-                for side in resolved_shape(binding, largest):
-                    size *= side
+                size = ITEM_BYTES[binding.dtype] * math.prod(resolved_shape(binding, largest))
+                if kind == "link":
+                    buffers[binding.name] = Buffer(binding, -1, size)
+                    continue
                 # An address of its own even for a tensor without entries.
                 buffers[binding.name] = Buffer(binding, at, size)
                 at += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,7 @@
 """TensorRT on a GPU as a `Session`: the calls of TensorRT and of the CUDA runtime, and nothing else.
 
 Copies go through one pinned mirror at fixed addresses, so that copies and kernels of a call are one CUDA graph. A
-context that was captured must not change shapes (NVIDIA/TensorRT issue 3798), so every graph has one of its own; all
+context that was captured must not change shapes (NVIDIA/TensorRT issue 3798), so every shape has one of its own; all
 work in the same scratch memory, one call at a time. Written after the documentation of TensorRT 10 and later and of
 cuda-bindings 13; it has never run on a GPU.
 """
@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
-from dspark.executors.tensorrt_bindings import ITEM_BYTES
-from dspark.executors.tensorrt_buffers import BufferPlan
+from dspark.executors.pair_memory import PairMemory
+from dspark.executors.tensorrt_bindings import ITEM_BYTES, PAIRED
+from dspark.executors.tensorrt_buffers import Buffer, BufferPlan
 from dspark.executors.tensorrt_device import INSTALL, CudaDevice, SharedTables
 from dspark.executors.tensorrt_session import Call
 
@@ -28,12 +29,13 @@ _KEPT_ERRORS = 8  # of TensorRT's own words
 
 
 class CudaSession:
-    """One plan on one GPU: a context for each optimisation profile, and one for each prepared call.
+    """One plan on one GPU: a context for each optimisation profile, and one for each shape of prepared calls.
 
     Arguments:
         path: target.plan or drafter.plan.
         device: the GPU.
         tables: weights that the plan takes as inputs; must live as long.
+        pair: memory that the plan has with the other one of its pair; must live as long.
         built_with: TensorRT's name and version when the plan was built, for what is told when it does not load.
 
     Raises:
@@ -43,8 +45,12 @@ class CudaSession:
 
     name = "tensorrt"
 
-    def __init__(self, path: Path, *, device: CudaDevice, tables: SharedTables, built_with: str) -> None:
-        self._device, self._cuda, self._tables = device, device.runtime, tables
+    keeps = True
+
+    def __init__(
+        self, path: Path, *, device: CudaDevice, tables: SharedTables, pair: PairMemory, built_with: str
+    ) -> None:
+        self._device, self._cuda, self._tables, self._pair = device, device.runtime, tables, pair
         self._plan_name = path.name
         device.use()
         self._trt, self._plugins = _tensorrt()
@@ -54,7 +60,8 @@ class CudaSession:
         flag = self._cuda.cudaStreamNonBlocking
         self._stream = self._call("cudaStreamCreateWithFlags", flag, what="a stream")
         self._contexts: list[Any] = []  # by profile
-        self._captured: dict[Call, tuple[Any, Any]] = {}  # graph, and the context that must live as long
+        self._captured: dict[Call, Any] = {}  # graphs
+        self._shaped: dict[tuple[Any, ...], Any] = {}  # their contexts, by shapes; must live as long
         self._plan: BufferPlan | None = None
         self._base = self._host_base = self._scratch = 0
 
@@ -90,7 +97,7 @@ class CudaSession:
         for name, buffer in self._plan.buffers.items():
             names = [name, buffer.binding.alias] if buffer.binding.kind == "cache" else [name]
             for one in names:
-                self._bind(context, one, self._base + buffer.offset)
+                self._bind(context, one, self._address(buffer))
         for name, address in self._tables.addresses.items():
             if name in self._tensors():
                 self._bind(context, name, address)
@@ -124,8 +131,10 @@ class CudaSession:
     def prepare(self, call: Call) -> None:
         """Capture a call in a CUDA graph; where this engine cannot be captured, calls stay as they are."""
         self._device.use()
-        context = self._context(self._profile_of(call))
-        self._shape(context, call)
+        context = self._shaped.get(call.shapes)
+        if context is None:  # calls that differ in what is read afterwards share one
+            context = self._shaped[call.shapes] = self._context(self._profile_of(call))
+            self._shape(context, call)
         self._enqueue(context, call)  # TensorRT may allocate and choose at the first run; a capture must not
         self._wait(f"a first run of {call}")
         capturable = getattr(context, "is_stream_capturable", None)  # TensorRT for RTX tells
@@ -142,27 +151,34 @@ class CudaSession:
             )  # it must end too; the first failure is the one to tell
             raise
         graph = self._call("cudaStreamEndCapture", self._stream, what=what)
-        self._captured[call] = self._call("cudaGraphInstantiate", graph, 0, what=what), context
+        self._captured[call] = self._call("cudaGraphInstantiate", graph, 0, what=what)
         self._call("cudaGraphDestroy", graph, what=what)
 
     def run(self, call: Call) -> None:
         """Copy in, run, copy out, wait."""
         self._device.use()
         if call in self._captured:
-            self._call("cudaGraphLaunch", self._captured[call][0], self._stream, what=call)
+            self._call("cudaGraphLaunch", self._captured[call], self._stream, what=call)
         else:
             context = self._contexts[self._profile_of(call)]
             self._shape(context, call)
             self._enqueue(context, call)
         self._wait(call)
 
+    def fetch(self, call: Call, name: str) -> None:
+        """Copy a tensor that the last run left on the device to the pinned mirror, and wait."""
+        self._device.use()
+        self._copy(name, dict(call.shapes)[name], self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+        self._wait(f"{name} of {call}")
+
     def close(self) -> None:
         """Free graphs, memory and stream."""
         self._device.use()
-        for call, (graph, _) in self._captured.items():
+        for call, graph in self._captured.items():
             self._call("cudaGraphExecDestroy", graph, what=f"the graph of {call}")
         self._captured.clear()
         self._contexts.clear()
+        self._shaped.clear()
         self._engine = self._runtime = None
         for address, free in (
             (self._scratch, "cudaFree"),
@@ -195,15 +211,21 @@ class CudaSession:
     def _copy(self, name: str, shape: tuple[int, ...], kind: Any) -> None:
         buffer = self._buffer(name)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[buffer.binding.dtype]
-        device, host = self._base + buffer.offset, self._host_base + buffer.offset
+        device, host = self._address(buffer), self._host_base + buffer.offset
         to_device = kind == self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         if num_bytes:
             pair = (device, host) if to_device else (host, device)
             self._call("cudaMemcpyAsync", *pair, num_bytes, kind, self._stream, what=name)
 
-    def _buffer(self, name: str) -> Any:
+    def _buffer(self, name: str) -> Buffer:
         assert self._plan is not None, "allocate comes before the first run"
         return self._plan.buffers[name]
+
+    def _address(self, buffer: Buffer) -> int:
+        """Return where a tensor lies on the device."""
+        name = buffer.binding.name
+        paired = name in PAIRED
+        return self._pair.address(name, buffer.num_bytes) if paired else self._base + buffer.offset
 
     def _profile_of(self, call: Call) -> int:
         """Return the first optimisation profile that takes the shapes of a call.

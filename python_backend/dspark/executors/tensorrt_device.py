@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
+from dspark.executors.pair_memory import PairMemory
 
-__all__ = ["INSTALL", "CudaDevice", "SharedTables"]
+__all__ = ["INSTALL", "CudaDevice", "SharedTables", "device_pair_memory"]
 
 INSTALL = "pip install cuda-bindings, and NVIDIA's tensorrt or tensorrt-rtx"
 
@@ -120,6 +121,17 @@ class SharedTables:
         for name, address in self.addresses.items():
             self._device.call("cudaFree", address, what=f"table {name}")
         self.addresses.clear()
+
+
+def device_pair_memory(device: CudaDevice) -> PairMemory:
+    """Return memory of a GPU that two plans share; it is the process's until its end, as shared tables are."""
+
+    def allocate(name: str, num_bytes: int) -> int:
+        device.use()
+        what = f"{name}, which both plans have"
+        return int(device.call("cudaMalloc", num_bytes, what=what, memory=num_bytes))
+
+    return PairMemory(allocate)
 
 
 def _cuda_runtime(number: int) -> Any:

@@ -6,13 +6,14 @@ and only more of them than a call takes are written by themselves.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
-from dspark.drafters.device_draws import BlockDraws, SampledBlock
+from dspark.drafters.device_draws import DRAWS, BlockDraws, KeptProbs, SampledBlock
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
 from dspark.executors.tensorrt_bindings import Precision, drafter_bindings
@@ -25,7 +26,6 @@ __all__ = ["TensorRTBlockDrafter"]
 
 _PADDING = {"new_slots": -1.0, "page_table": -1.0, "top_p": 1.0}
 _GREEDY = ("draft_tokens", "num_tokens", "confidence_logits")
-_DRAWS = ("seeds", "temperature", "top_k", "top_p", "min_p", "coupled")
 _SAMPLED = (*_GREEDY, "draft_probs")
 _BLOCK = ("base_logits", "hidden")
 
@@ -54,6 +54,7 @@ class TensorRTBlockDrafter:
         self._head = HostHead(checkpoint)
         self._width = len(self.config.target_layer_ids) * self.config.decoder.hidden_size
         self._waiting = _Rows.none(self._width)
+        self._kept: weakref.ref[KeptProbs] | None = None
 
     # Caches
 
@@ -70,14 +71,14 @@ class TensorRTBlockDrafter:
         self._runner.allocate(
             num_slots=num_pages * page_size,
             buckets=drafter_buckets(self._shapes, self.config.block_size),
-            outputs=[_GREEDY, _SAMPLED],
+            outputs=[_GREEDY] if self._runner.keeps else [_GREEDY, _SAMPLED],
         )
 
     def append_context(self, *, features: Float32, positions: Int32, slots: Int32) -> None:
         """Take features [N, m*d] of rows whose keys and values belong into `slots` [N]; written before any draft."""
         self._waiting = self._waiting.followed_by(_Rows(features, positions, slots))
         while len(self._waiting.slots) > self._shapes.max_new_rows:
-            self._run(_no_block(self._shapes.max_pages), np.zeros(0, np.int32), (), _arg_max(0))
+            self._run(_no_block(self._shapes.max_pages), np.zeros(0, np.int32), (), BlockDraws.arg_max(0))
 
     # The block
 
@@ -86,12 +87,12 @@ class TensorRTBlockDrafter:
     def draft(self, batch: DraftBatch) -> BlockOutput:
         """Run the block pass of every sequence."""
         num_sequences = len(batch.anchors)
-        found = self._run(batch, np.zeros(num_sequences, np.int32), _BLOCK, _arg_max(num_sequences))
+        found = self._run(batch, np.zeros(num_sequences, np.int32), _BLOCK, BlockDraws.arg_max(num_sequences))
         return BlockOutput(base_logits=found["base_logits"], hidden=found["hidden"])
 
     def draft_greedy(self, batch: DraftBatch, *, num_drafts: Int32) -> GreedyBlock:
         """Draft whole greedy blocks; `num_drafts` [R], each at least 1. Logits never leave the device."""
-        found = self._run(batch, num_drafts, _GREEDY, _arg_max(len(batch.anchors)))
+        found = self._run(batch, num_drafts, _GREEDY, BlockDraws.arg_max(len(batch.anchors)))
         return GreedyBlock(
             tokens=found["draft_tokens"],
             num_tokens=found["num_tokens"],
@@ -100,13 +101,22 @@ class TensorRTBlockDrafter:
 
     def draft_sampled(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> SampledBlock:
         """Draft whole blocks, drawn on the device with the requests' own noise; `num_drafts` [R], each at least 1."""
-        found = self._run(batch, num_drafts, _SAMPLED, draws)
+        keeps = self._runner.keeps
+        found = self._run(batch, num_drafts, _GREEDY if keeps else _SAMPLED, draws)
         return SampledBlock(
             tokens=found["draft_tokens"],
             num_tokens=found["num_tokens"],
-            draft_probs=found["draft_probs"],
+            draft_probs=self._keep(len(batch.anchors)) if keeps else found["draft_probs"],
             confidence_logits=self._rated(found),
         )
+
+    def _keep(self, num_sequences: int) -> KeptProbs:
+        """Return what the last call left on the device; the next one brings it here where it is still wanted."""
+        kept = KeptProbs(
+            lambda: self._runner.kept("draft_probs", num_sequences), block_size=self.config.block_size
+        )
+        self._kept = weakref.ref(kept)
+        return kept
 
     def _rated(self, found: dict[str, npt.NDArray[Any]]) -> Float32 | None:
         return found["confidence_logits"] if self.config.enable_confidence_head else None
@@ -116,6 +126,10 @@ class TensorRTBlockDrafter:
     ) -> dict[str, npt.NDArray[Any]]:
         """Write the rows that wait and draft; return outputs of the real sequences."""
         shapes, num_sequences = self._shapes, len(batch.anchors)
+        wanted = self._kept() if self._kept else None
+        if wanted is not None:
+            wanted.host()  # before this call writes over it
+        self._kept = None
         new, self._waiting = self._waiting.cut(shapes.max_new_rows)
         feeds: dict[str, npt.NDArray[Any]] = {
             "features": new.features,
@@ -126,7 +140,7 @@ class TensorRTBlockDrafter:
             "context_len": batch.context_len,
             "page_table": batch.page_table,
             "num_drafts": num_drafts,
-            **{name: getattr(draws, name) for name in _DRAWS},
+            **{name: getattr(draws, name) for name in DRAWS},
         }
         sizes = {
             "R": bucket("sequences of a call", num_sequences, shapes.max_sequences),
@@ -180,19 +194,6 @@ class _Rows:
             _Rows(self.features[first], self.positions[first], self.slots[first]),
             _Rows(self.features[rest], self.positions[rest], self.slots[rest]),
         )
-
-
-def _arg_max(num_sequences: int) -> BlockDraws:
-    """Return how blocks of likeliest tokens are drawn."""
-    zeros, reals = np.zeros(num_sequences, np.int32), np.zeros(num_sequences, np.float32)
-    return BlockDraws(
-        seeds=zeros.astype(np.int64),
-        temperature=reals,
-        top_k=zeros,
-        top_p=reals + 1,
-        min_p=reals,
-        coupled=zeros,
-    )
 
 
 def _no_block(max_pages: int) -> DraftBatch:

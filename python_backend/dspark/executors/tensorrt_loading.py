@@ -10,6 +10,7 @@ from dspark.drafters.checkpoint import DrafterCheckpoint
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError
+from dspark.executors.pair_memory import host_pair_memory
 from dspark.executors.tensorrt_bindings import (
     TABLE_SUFFIX,
     Binding,
@@ -88,7 +89,9 @@ def checked_export(
         target_hash=target.model_hash,
         drafter_hash=drafter_identity(str(drafter.folder)) if drafter else "",
         page_size=page_size,
-        target_bindings=target_bindings(target, precision=precision, feature_layer_ids=layers),
+        target_bindings=target_bindings(
+            target, precision=precision, feature_layer_ids=layers, verify=manifest.verify
+        ),
         drafter_bindings=bindings,
     )
     check_files(folder, manifest)
@@ -190,6 +193,7 @@ def load_engine_pair(
         precision=manifest.precision,
         feature_layer_ids=manifest.feature_layer_ids,
         shapes=shapes,
+        verify=manifest.verify,
     )
     if drafter is None:
         return EnginePair(executor, None)
@@ -202,6 +206,8 @@ def load_engine_pair(
 def _onnx_opener(folder: Path, num_threads: int) -> Callable[[str], Session]:
     from dspark.executors.onnx_session import OnnxSession
 
+    pair = host_pair_memory()
+
     def open_session(part: str) -> Session:
         graph = folder / f"{part}.onnx"
         if not graph.is_file():
@@ -209,7 +215,7 @@ def _onnx_opener(folder: Path, num_threads: int) -> Callable[[str], Session]:
                 f"{graph} is missing; ONNX Runtime runs what `dspark-build export` leaves, or the --onnx folder of "
                 "`dspark-build engine`"
             )
-        return OnnxSession(graph, num_threads=num_threads)
+        return OnnxSession(graph, num_threads=num_threads, pair=pair)
 
     return open_session
 
@@ -217,17 +223,18 @@ def _onnx_opener(folder: Path, num_threads: int) -> Callable[[str], Session]:
 def _cuda_opener(folder: Path, manifest: ExportManifest, number: int) -> Callable[[str], Session]:
     """Return what opens a plan; both plans read the same tables."""
     from dspark.executors.tensorrt_cuda import CudaSession
-    from dspark.executors.tensorrt_device import CudaDevice, SharedTables
+    from dspark.executors.tensorrt_device import CudaDevice, SharedTables, device_pair_memory
 
     device, built = CudaDevice(number), built_engine(folder)
     check_capability(folder, built.sm, device.capability())
     files = [folder / file.name for file in manifest.files if file.name.endswith(TABLE_SUFFIX)]
     tables = SharedTables(device, {path.name.removesuffix(TABLE_SUFFIX): path for path in files})
+    pair = device_pair_memory(device)
 
     def open_session(part: str) -> Session:
         path = folder / f"{part}.plan"
         try:
-            return CudaSession(path, device=device, tables=tables, built_with=built.tensorrt)
+            return CudaSession(path, device=device, tables=tables, pair=pair, built_with=built.tensorrt)
         except CheckpointError:
             check_files(folder, manifest, contents=True)  # a file that was changed is the better reason
             raise

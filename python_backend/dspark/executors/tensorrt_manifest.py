@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dspark.errors import CheckpointError
-from dspark.executors.tensorrt_bindings import Binding, Precision
+from dspark.executors.tensorrt_bindings import Binding, Precision, VerifyShape
 
 __all__ = [
     "ENGINE_NAME",
@@ -31,8 +31,8 @@ __all__ = [
 
 EXPORT_NAME = "export.json"
 ENGINE_NAME = "engine.json"  # beside it where there are plans
-ENGINE_VERSION = 2  # of engine.json
-FORMAT_VERSION = 1
+ENGINE_VERSION = 3  # of engine.json
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class ExportManifest:
     page_size: int
     feature_layer_ids: tuple[int, ...]  # -1 = the embedding output
     block_size: int  # G
+    verify: VerifyShape  # drafts that the target's graph verifies
     target_bindings: tuple[Binding, ...]
     drafter_bindings: tuple[Binding, ...]
     files: tuple[ExportedFile, ...]
@@ -123,6 +124,7 @@ def load_export(folder: Path) -> ExportManifest:
             **raw
             | {
                 "feature_layer_ids": tuple(raw["feature_layer_ids"]),
+                "verify": VerifyShape(**raw["verify"]),
                 "target_bindings": _bindings(raw["target_bindings"]),
                 "drafter_bindings": _bindings(raw["drafter_bindings"]),
                 "files": tuple(ExportedFile(**file) for file in raw["files"]),

@@ -13,7 +13,7 @@ from dspark.errors import EngineError
 from dspark.executors.tensorrt_bindings import ITEM_BYTES, Binding, numpy_dtype, resolved_shape
 from dspark.executors.tensorrt_buckets import EngineShapes, Sizes
 from dspark.executors.tensorrt_buffers import BufferPlan
-from dspark.executors.tensorrt_session import Call, Session
+from dspark.executors.tensorrt_session import Call, KeepingSession, Session
 
 __all__ = ["Runner"]
 
@@ -27,18 +27,28 @@ class Runner:
         session: what it runs on.
         bindings: its tensors.
         shapes: the largest call.
+        more: largest sizes of dimensions that `shapes` does not have.
     """
 
-    def __init__(self, session: Session, bindings: Sequence[Binding], shapes: EngineShapes) -> None:
-        self.session, self.shapes = session, shapes
+    def __init__(
+        self,
+        session: Session,
+        bindings: Sequence[Binding],
+        shapes: EngineShapes,
+        *,
+        more: Mapping[str, int] | None = None,
+    ) -> None:
+        self.session = session
+        self._largest = shapes.largest() | dict(more or {})
         self._bindings = tuple(binding for binding in bindings if binding.kind != "weight")
         self._plan: BufferPlan | None = None
         self._host = np.empty(0, np.uint8)
         self._num_slots = 0
+        self._last: Call | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one cache page over all layers."""
-        sizes = self.shapes.largest() | {"S": page_size}
+        sizes = self._largest | {"S": page_size}
         caches = [b for b in self._bindings if b.kind == "cache"]
         return sum(math.prod(resolved_shape(b, sizes)) * ITEM_BYTES[b.dtype] for b in caches)
 
@@ -55,7 +65,7 @@ class Runner:
         """
         assert self._plan is None, "buffers are allocated once"
         self._num_slots = num_slots
-        plan = BufferPlan.of(self._bindings, self.shapes.largest() | {"S": num_slots})
+        plan = BufferPlan.of(self._bindings, self._largest | {"S": num_slots})
         self._host, self._plan = self.session.allocate(plan), plan
         for sizes in buckets:
             self._idle(sizes)
@@ -90,12 +100,30 @@ class Runner:
                 view[...] = padding.get(binding.name, 0)
             view[tuple(slice(side) for side in given.shape)] = given
         self.session.run(call)
+        self._last = call
         shapes = dict(call.shapes)
         return {
             binding.name: self._view(binding, shapes[binding.name])[: outputs[binding.name]].copy()
             for binding in self._bindings
             if binding.name in outputs
         }
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what `PAIRED` names stays on the device, to be asked for by `kept`."""
+        return isinstance(self.session, KeepingSession) and self.session.keeps
+
+    def kept(self, name: str, count: int) -> Array:
+        """Return the first `count` entries of what the last call left on the device, as an array of its own.
+
+        Raises:
+            EngineError: the device refuses.
+        """
+        session, call = self.session, self._last
+        assert isinstance(session, KeepingSession) and call is not None
+        session.fetch(call, name)
+        binding = next(binding for binding in self._bindings if binding.name == name)
+        return self._view(binding, dict(call.shapes)[name])[:count].copy()
 
     def _idle(self, sizes: Sizes) -> None:
         """Fill the inputs of a call with padding alone, so that preparing it writes no cache row."""

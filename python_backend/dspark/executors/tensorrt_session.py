@@ -7,14 +7,14 @@ OnnxSession   the exported file on ONNX Runtime's CPU (onnx_session.py), which p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from dspark.executors.tensorrt_buffers import BufferPlan
 
-__all__ = ["Call", "Session"]
+__all__ = ["Call", "KeepingSession", "Session"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,17 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free everything; the host's side is gone too."""
+
+
+@runtime_checkable
+class KeepingSession(Session, Protocol):
+    """A session of a pair: what `PAIRED` names stays on the device after a call, for the other engine and `fetch`."""
+
+    keeps: bool  # False where it runs alone
+
+    def fetch(self, call: Call, name: str) -> None:
+        """Copy a tensor that the last run, which was `call`, left on the device to the host's side, and wait.
+
+        Raises:
+            EngineError: the device refuses.
+        """

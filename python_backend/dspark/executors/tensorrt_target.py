@@ -7,16 +7,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dspark.executors.interface import Float32, StepBatch, TargetOutput
-from dspark.executors.tensorrt_bindings import DTYPE_NAMES, Precision, target_bindings
+from dspark.drafters.device_draws import DRAWS, BlockDraws
+from dspark.executors.interface import Float32, StepBatch, TargetOutput, Verified
+from dspark.executors.tensorrt_bindings import (
+    DTYPE_NAMES,
+    VERIFY_DEPTH,
+    Precision,
+    VerifyShape,
+    target_bindings,
+)
 from dspark.executors.tensorrt_buckets import EngineShapes, Sizes, bucket, target_buckets
 from dspark.executors.tensorrt_runner import Runner
 from dspark.executors.tensorrt_session import Session
+from dspark.executors.verifying import VerifyBatch
 from dspark.models.config import TargetConfig, WeightSource
 
 __all__ = ["TensorRTTarget"]
 
 _OUTPUTS = ("logits", "argmax", "finite")
+_VERIFIED = ("accepted", "next_token", "finite")
 
 
 class TensorRTTarget:
@@ -28,6 +37,7 @@ class TensorRTTarget:
         weights: read for `embedding_and_head` alone.
         precision, feature_layer_ids: those of the export.
         shapes: the largest pass.
+        verify: what its graph verifies; None = it gives logits only.
     """
 
     def __init__(
@@ -39,13 +49,20 @@ class TensorRTTarget:
         precision: Precision,
         feature_layer_ids: tuple[int, ...],
         shapes: EngineShapes,
+        verify: VerifyShape | None = None,
     ) -> None:
         self.name, self.config, self.dtype = session.name, config, DTYPE_NAMES[precision]
         self.feature_layer_ids = feature_layer_ids
         self._weights, self._shapes = weights, shapes
-        self._outputs = (*_OUTPUTS, *(("features",) if feature_layer_ids else ()))
-        bindings = target_bindings(config, precision=precision, feature_layer_ids=feature_layer_ids)
-        self._runner = Runner(session, bindings, shapes)
+        self._features = ("features",) if feature_layer_ids else ()
+        self._verify = verify
+        self.longest_chain = VERIFY_DEPTH if verify else 0
+        self._block_size = verify.block_size if verify else 0
+        self.reads_probs = self._block_size > 0
+        bindings = target_bindings(
+            config, precision=precision, feature_layer_ids=feature_layer_ids, verify=verify
+        )
+        self._runner = Runner(session, bindings, shapes, more={"Q": shapes.max_sequences * self._block_size})
 
     def cache_page_bytes(self, page_size: int) -> int:
         """Return the bytes that one page takes over all layers, keys and values."""
@@ -57,8 +74,11 @@ class TensorRTTarget:
         Raises:
             CapacityError: when the device has not that much memory.
         """
+        kinds = [_OUTPUTS, _VERIFIED] if self._verify else [_OUTPUTS]
         self._runner.allocate(
-            num_slots=num_pages * page_size, buckets=target_buckets(self._shapes), outputs=[self._outputs]
+            num_slots=num_pages * page_size,
+            buckets=[self._with_probs(sizes) for sizes in target_buckets(self._shapes)],
+            outputs=[(*kind, *self._features) for kind in kinds],
         )
 
     def embedding_and_head(self) -> tuple[Float32, Float32]:
@@ -74,6 +94,29 @@ class TensorRTTarget:
         Raises:
             EngineError: a batch larger than the engine's shapes, or a device that refuses.
         """
+        found = self._run(batch, self._no_verification(batch), _OUTPUTS)
+        return TargetOutput(
+            logits=found["logits"],
+            argmax=found["argmax"],
+            finite=found["finite"] != 0,
+            features=found.get("features"),
+        )
+
+    def forward_verified(self, batch: StepBatch, verify: VerifyBatch) -> TargetOutput:
+        """Run one pass and verify its chains; logits never leave the device. Raises as `forward`."""
+        assert self._verify is not None, "asked of what says that it verifies nothing"
+        found = self._run(batch, verify, _VERIFIED)
+        return TargetOutput(
+            logits=np.empty((0, self.config.vocab_size), np.float32),
+            argmax=np.empty(0, np.int32),
+            finite=found["finite"] != 0,
+            features=found.get("features"),
+            verified=Verified(accepted=found["accepted"], next_token=found["next_token"]),
+        )
+
+    def _run(
+        self, batch: StepBatch, verify: VerifyBatch | None, outputs: tuple[str, ...]
+    ) -> dict[str, npt.NDArray[Any]]:
         masks = batch.ancestors
         feeds: dict[str, npt.NDArray[Any]] = {
             "tokens": batch.tokens,
@@ -87,22 +130,44 @@ class TensorRTTarget:
         }
         # Sequences of padding have no rows: they start where the last one ends. Rows of padding belong to none.
         padding = {"query_start": float(batch.query_start[-1]), "page_table": -1.0}
-        counts = dict.fromkeys(_OUTPUTS, len(batch.logit_rows)) | {"features": len(batch.tokens)}
-        wanted = {name: counts[name] for name in self._outputs}
-        found = self._runner.run(feeds, self._sizes(batch), wanted, padding=padding)
-        return TargetOutput(
-            logits=found["logits"],
-            argmax=found["argmax"],
-            finite=found["finite"] != 0,
-            features=found.get("features"),
+        if verify is not None:
+            feeds |= {
+                "verify_start": verify.row_start,
+                "first_positions": verify.first_positions,
+                "prob_rows": verify.prob_rows,
+                **{name: getattr(verify.draws, name) for name in DRAWS},
+            }
+            padding |= {"verify_start": float(verify.row_start[-1]), "prob_rows": -1.0, "top_p": 1.0}
+        num_rows, num_sequences = len(batch.logit_rows), len(batch.context_len)
+        counts = dict.fromkeys(_OUTPUTS, num_rows) | {
+            "accepted": num_sequences,
+            "next_token": num_sequences,
+            "features": len(batch.tokens),
+        }
+        wanted = {name: counts[name] for name in (*outputs, *self._features)}
+        return self._runner.run(feeds, self._sizes(batch), wanted, padding=padding)
+
+    def _no_verification(self, batch: StepBatch) -> VerifyBatch | None:
+        """Return a batch whose sequences have no rows to verify, None where the graph verifies nothing."""
+        if self._verify is None:
+            return None
+        num_sequences, num_rows = len(batch.context_len), len(batch.logit_rows)
+        return VerifyBatch(
+            row_start=np.zeros(num_sequences + 1, np.int32),
+            first_positions=np.zeros(num_sequences, np.int32),
+            prob_rows=np.full(num_rows, -1, np.int32),
+            draws=BlockDraws.arg_max(num_sequences),
         )
+
+    def _with_probs(self, sizes: Sizes) -> Sizes:
+        return sizes | {"Q": sizes["R"] * self._block_size}
 
     def _sizes(self, batch: StepBatch) -> Sizes:
         shapes, num_rows, num_logits = self._shapes, len(batch.tokens), len(batch.logit_rows)
         tokens = bucket("rows of a pass", num_rows, shapes.max_tokens)
         # Where all rows are wanted the shape is one of those that were prepared.
         all_wanted = num_logits == num_rows and tokens <= shapes.max_logit_rows
-        return {
+        sizes = {
             "R": bucket("sequences of a pass", len(batch.context_len), shapes.max_sequences),
             "T": tokens,
             "M": tokens if all_wanted else bucket("rows of logits", num_logits, shapes.max_logit_rows),
@@ -111,3 +176,4 @@ class TensorRTTarget:
             if batch.ancestors is None
             else bucket("mask words", batch.ancestors.shape[1], shapes.max_words),
         }
+        return self._with_probs(sizes)

@@ -42,7 +42,7 @@ class Verdict:
     `soft_labels[k]` is the exact probability, over the draw of x_k, that position k is accepted given that
     those before it were; one for every position that was looked at (accepted ones, the first rejected, and
     the draft that was cut off where `verify_chain` was told of it). None when not asked for, and at
-    temperature 0.
+    temperature 0; empty where a device verified by rejection, which tells hit and miss alone.
     """
 
     accepted: int  # drafts only
