@@ -1,7 +1,8 @@
 """`make bench-load`: every policy under every load, in turns, on the real pair.
 
 One load is N requests at any time: whoever ends is replaced by the next prompt (code, maths and chat in turn). A run
-counts a fixed number of tokens from the moment all N decode; prompts of newcomers are part of it. All policies share
+counts the tokens of N whole answers or more from the moment all N decode; prompts of newcomers are part of it, one for
+each answer (a shorter run meets more prompts under one policy than under another). All policies share
 one target and one drafter, and take turns, so that a machine that drifts drifts for all of them; `auto` keeps what it
 has learnt from turn to turn, as a server does.
 """
@@ -33,7 +34,8 @@ from dspark_build.progress import ProgressLine, say
 __all__ = ["add_bench_load_arguments", "run_bench_load"]
 
 POLICIES = "none,fixed:1,fixed:2,fixed:3,fixed:5,fixed:7,auto"
-_TOKENS = {1: 192, 2: 96, 4: 64, 8: 48, 16: 32, 32: 24, 64: 20}  # of one run, for each of the N requests
+_ANSWERS = {1: 3, 2: 2, 4: 2}  # of one run, for each of the N requests; else one
+_HALF = (4, 32)  # up to the first and from the second load on answers are half as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ def run_turn(
     open_ids = [engine.add(next(requests)) for _ in range(load)]
     while len(begun) < load:
         engine.step()
-    wanted = produced + load * _TOKENS.get(load, 20)
+    wanted = produced + load * _ANSWERS.get(load, 1) * _answer_len(load, max_tokens)
     before, started_tokens, started_scheduler_s = asdict(engine.stats()), produced, scheduler.seconds
     started = time.perf_counter()
     while produced < wanted:
@@ -192,6 +194,10 @@ def run_turn(
     )
 
 
+def _answer_len(load: int, max_tokens: int) -> int:
+    return max_tokens if _HALF[0] < load < _HALF[1] else max(max_tokens // 2, 1)
+
+
 def _requests(
     prompts: Sequence[tuple[int, ...]],
     number: int,
@@ -201,11 +207,10 @@ def _requests(
     emit: Callable[[RequestOutput], None],
 ) -> Iterator[Request]:
     """Yield requests for ever, the same for every policy; the first `load` end at different times."""
-    short = max_tokens // 2 if load <= 4 else max_tokens
     for index in count():
-        length = short
-        if load > 4 and index < load:
-            length = max(short * (1 + index) // load, 8)
+        length = _answer_len(load, max_tokens)
+        if index < load:
+            length = max(length * (1 + index) // load, 8)
         yield Request(
             prompt_ids=prompts[(number * 7 + index) % len(prompts)],
             params=SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True),

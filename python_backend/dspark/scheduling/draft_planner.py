@@ -17,7 +17,8 @@ import numpy as np
 
 from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, grown, survival_beyond
 from dspark.scheduling.allocation import survival_of
-from dspark.scheduling.interface import Bool, Float64, Int32, Int64
+from dspark.scheduling.experience import PLAIN_STEPS, Experience, PlainTimes
+from dspark.scheduling.interface import Bool, Float64, Int32, Int64, StepObservation
 from dspark.scheduling.planning import MARGIN, plan_drafting
 from dspark.scheduling.single import drafting_gain
 from dspark.scheduling.step_costs import StepCosts
@@ -40,10 +41,14 @@ _PROBED, _PROBE_SHARE = (
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
 _DEEPER = 2  # drafts more after a block that was verified whole
-_DOUBTED = 1.2  # times plain decoding: what promises less is compared with steps that draft nothing
+# Steps that a plan which drafts nothing holds once it was found again and again for more than a few sequences.
+_LONGEST_IDLE, _FEW = 64, 8
+_DOUBTED = (
+    1.2  # times plain decoding: what promises less is compared more often with steps that draft nothing
+)
 _MOST_DOUBT = 0.1  # that the cost of drafts may be off by this much and more is demanded as gain, up to this
-_PLAIN_STEPS = 4  # of one comparison
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps from one comparison to the next at the same load
+_STAY = 0.99  # times plain decoding that drafting must promise to go on
+_FRESH = 64  # steps for which a plan says something of steps with prompts in them
 
 
 @dataclass(slots=True)
@@ -54,16 +59,13 @@ class _Plan:
     made_at: int = 0  # step
     holds: int = 0  # steps, at most
     num_eligible: int = 0
+    num_sequences: int = 0
     newcomers: bool = True  # are drafted
     promising: bool = False  # so much that what single steps take does not matter
-
-
-@dataclass(slots=True)
-class _Comparison:
-    """With steps that draft nothing, at batches of about one size."""
-
-    due_at: int = 0  # step
-    pause: int = _FIRST_PAUSE
+    num_drafted: int = 0
+    promise: float = math.inf  # times plain decoding
+    plain_s: float = 0.0  # of a step that drafts nothing
+    num_idle: int = 0  # plans in a row that drafted nothing
 
 
 class DraftPlanner:
@@ -100,7 +102,10 @@ class DraftPlanner:
         self._num_steps = 0
         self._planned_at = 0
         self._probe_credit_s = 0.0
-        self._comparisons: dict[int, _Comparison] = {}  # by the bits of the number of sequences
+        self._probe_dearer = 2.0  # what a probe cost in the end, in times of its drafting
+        self._probe_s = 0.0  # drafting of the probe in this step
+        self._experience: dict[int, Experience] = {}  # by twice the logarithm of the number of sequences
+        self._plain_times = PlainTimes()
         self.decay = 0.8  # usual ratio of a_{k+1} to a_k
 
     @property
@@ -153,28 +158,77 @@ class DraftPlanner:
             num_blocks=0,
             count=len(rows) * self._block_size + 1,
         )
-        holds, gain, compared = _EVERY, math.inf, False
+        holds, gain, plain_s = _EVERY, math.inf, float(verify_s[0])
         if self.knows_nothing:
             drafted, holds = counted, 1
         elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
         else:
-            doubt = self._costs.model.rise_error(len(rows) + prefill_tokens, max(len(rows) // 2, 1))
-            alone = len(rows) == 1
-            margin = 1.0 if alone else MARGIN + min(doubt, _MOST_DOUBT)
-            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin)
-            if gain >= _DOUBTED:
-                holds = _EVERY if len(rows) > 1 else _EVERY_IDLE
-            elif not drafted.any():
-                holds = _EVERY_ALONE if alone else _EVERY_IDLE
-            elif not alone and not prefill_tokens and self._is_compared(len(rows)):
-                drafted, holds, compared = np.zeros_like(drafted), _PLAIN_STEPS, True
-        plan.promising = gain >= _DOUBTED
+            measured_s = self._plain_times.usual_s(self._num_steps, num_sequences=len(rows))
+            plain_s = min(plain_s, measured_s or plain_s)  # too long in a forecast, and drafts seem to pay
+            shorter = plain_s / float(verify_s[0])
+            margin = self._margin(len(rows), prefill_tokens)
+            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin / shorter)
+            gain *= shorter
+            if prefill_tokens:
+                drafted = self._also_without_prompts(rows, drafted)
+            holds = self._holds(plan, bool(drafted.any()), gain, len(rows))
+        plan.promising, plan.promise = gain >= _DOUBTED, gain
+        plan.plain_s, plan.num_sequences = plain_s, len(rows)
+        compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
+        if compared:
+            drafted, holds = np.zeros_like(drafted), PLAIN_STEPS
         self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=int(np.count_nonzero(caps)))
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
         if compared:
+            plan.num_drafted = 1  # what was found stands, and goes on being demanded less of
             return []
         return self._probed(np.array(rows, np.int64), counted, drafted, draft_s, float(verify_s[0]), passed)
+
+    def _margin(self, num_sequences: int, prefill_tokens: int) -> float:
+        """Return what estimates must promise, in times plain decoding, before anybody is drafted."""
+        experience = self._experience_of(num_sequences)
+        if num_sequences == 1:
+            return 1.0 / experience.trust
+        error = self._costs.model.rise_error(num_sequences + prefill_tokens, max(num_sequences // 2, 1))
+        margin = MARGIN + min(error, _MOST_DOUBT) * experience.doubt
+        if self._plans[prefill_tokens > 0].num_drafted:  # to go on takes less, as far as it was seen to pay
+            margin = _STAY + (margin - _STAY) * experience.doubt
+        return margin / experience.trust
+
+    def _also_without_prompts(self, rows: list[int], drafted: Bool) -> Bool:
+        """Leave out whom steps without prompts do not draft: rows are no cheaper beside prompts."""
+        plan = self._plans[0]
+        other_size = _CHANGED * abs(plan.num_sequences - len(rows)) > plan.num_sequences
+        if not plan.made_at or other_size or self._num_steps - plan.made_at > max(plan.holds, _FRESH):
+            return drafted
+        return drafted & np.array([plan.drafts[row] for row in rows], np.bool_)
+
+    def _holds(self, plan: _Plan, drafts: bool, gain: float, num_sequences: int) -> int:
+        """Return for how many steps a plan holds."""
+        alone = num_sequences == 1
+        if drafts:
+            plan.num_idle = 0
+            return _EVERY_IDLE if alone and gain >= _DOUBTED else _EVERY
+        if alone:
+            return _EVERY_ALONE
+        plan.num_idle += 1
+        return min(
+            _EVERY_IDLE << (plan.num_idle // 2), _LONGEST_IDLE if num_sequences > _FEW else _EVERY_IDLE
+        )
+
+    def _experience_of(self, num_sequences: int) -> Experience:
+        size = round(2.0 * math.log2(num_sequences))
+        if size not in self._experience:
+            self._experience[size] = Experience(alone=num_sequences == 1)
+        return self._experience[size]
+
+    def _is_compared(self, drafted: Bool, gain: float) -> bool:
+        experience = self._experience_of(len(drafted))
+        if drafted.any():
+            return experience.comparison_is_due(self._num_steps, clear=gain >= _DOUBTED)
+        experience.idle()
+        return False
 
     def _counted(self, rows: list[int], caps: Int32) -> Bool:
         """Return for which sequences drafting is the question [R].
@@ -197,19 +251,11 @@ class DraftPlanner:
         num_eligible: int,
     ) -> None:
         plan.made_at, plan.holds, plan.num_eligible = self._num_steps, holds, num_eligible
-        if holds != _PLAIN_STEPS:  # a comparison says nothing of newcomers
-            plan.newcomers = 2 * int(np.count_nonzero(drafted)) > int(np.count_nonzero(counted))
+        plan.num_drafted = int(np.count_nonzero(drafted))
+        if holds != PLAIN_STEPS or len(rows) == 1:  # a comparison says nothing of newcomers
+            plan.newcomers = 2 * plan.num_drafted > int(np.count_nonzero(counted))
         for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
             plan.drafts[row] = chosen or not asked  # `settle` takes it back once it is looked up no more
-
-    def _is_compared(self, num_sequences: int) -> bool:
-        """Return whether the next steps draft nothing, to see what they take; the pauses between become longer."""
-        comparison = self._comparisons.setdefault(num_sequences.bit_length(), _Comparison())
-        if self._num_steps < comparison.due_at:
-            return False
-        comparison.due_at = self._num_steps + comparison.pause
-        comparison.pause = min(2 * comparison.pause, _LONGEST_PAUSE)
-        return True
 
     def _worth(
         self,
@@ -272,13 +318,39 @@ class DraftPlanner:
         cost_s = float(draft_s[num + len(due) - 1]) - paid
         if cost_s > self._probe_credit_s:
             return []
-        self._probe_credit_s -= cost_s
+        self._probe_credit_s -= cost_s * self._probe_dearer
+        self._probe_s = 0.0 if num else cost_s
         at = rows[due]
         self._wait[at] = np.minimum(2.0 * self._wait[at], longest_wait)
         self._skipped[at] = 0.0
         return [int(index) for index in due]
 
     # -- after the step --------------------------------------------------------------------------------------------
+
+    def observe(self, step: StepObservation) -> None:
+        """Count what a step without prompts gave against what its plan promised."""
+        probe_s, self._probe_s = self._probe_s, 0.0
+        plan, num_sequences = self._plans[0], len(step.sequence_ids)
+        step_s = step.step_s or step.draft_s + step.verify_s
+        if step.prefill_tokens or not 0.0 < step_s < math.inf:
+            return
+        num_blocks = int(np.count_nonzero(step.num_drafts))
+        if not num_blocks:
+            self._plain_times.observe(self._num_steps, num_sequences=num_sequences, step_s=step_s)
+        elif plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
+            return  # not what was planned, or some were looked up
+        elif probe_s:
+            gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
+            dearer = (step_s - plan.plain_s - gained_s) / probe_s
+            self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
+        elif plan.num_drafted and math.isfinite(plan.promise):
+            self._experience_of(num_sequences).drafted(
+                promise=plan.promise,
+                num_tokens=num_sequences + int(step.accepted.sum()),
+                num_sequences=num_sequences,
+                step_s=step_s,
+                plain_s=plan.plain_s,
+            )
 
     def settle(
         self,

@@ -351,6 +351,7 @@ class LoadAwareScheduler:
         if not num_sequences:
             return
         self._costs.context_per_sequence = step.context_tokens / num_sequences
+        self._planner.observe(step)
         choice, self._choice = self._choice, None
         if step.confidence_logits is None:
             if step.num_drafts.any():
