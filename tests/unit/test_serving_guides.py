@@ -26,7 +26,7 @@ def desk():
     desks = []
 
     def make(compile_guide, **options):
-        desks.append(GuideDesk(compile_guide, limit_s=0.3, **options))
+        desks.append(GuideDesk(lambda: compile_guide, limit_s=0.3, **options))
         return desks[-1]
 
     yield make
@@ -95,6 +95,33 @@ def test_whoever_takes_the_grammar_may_fail(desk):
 
     desk(lambda _kind, guide: guide).submit("regex", "a", then=then, failed=came.put)
     assert came.get(timeout=60).field == "x"
+
+
+def test_the_compiler_is_made_once_and_nobody_waits_for_it():
+    made, may, prepared = [], threading.Event(), []
+
+    def make():
+        made.append(threading.current_thread().name)
+        assert may.wait(60)
+        return lambda _kind, guide: guide
+
+    one = GuideDesk(make, limit_s=0.3, prepared=lambda: prepared.append(True))
+    came = [told(one, "regex", "a"), told(one, "regex", "b")]
+    assert all(each.empty() for each in came)
+    may.set()
+    assert [each.get(timeout=60) for each in came] == ["a", "b"]
+    one.close()
+    assert len(made) == len(prepared) == 1 and made[0].startswith("dspark-guides")
+
+
+def test_a_compiler_that_cannot_be_made_fails_those_that_need_it(caplog):
+    def make():
+        raise MemoryError("no room")
+
+    one = GuideDesk(make)
+    assert isinstance(told(one, "regex", "a").get(timeout=60), MemoryError)
+    one.close()
+    assert caplog.text.count("guides cannot be compiled") == 1
 
 
 def test_closing_ends_threads_and_processes(desk):

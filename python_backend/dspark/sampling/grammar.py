@@ -1,7 +1,7 @@
 """Grammars that an answer must follow: JSON, a JSON schema, a regular expression. Only here is llguidance imported.
 
-A compiler is made when the model loads, library and vocabulary with it: with 49,000 tokens they take 0.7 s and 20 MB,
-which the first guided request would otherwise cost every request that is there, and the server's memory in one step.
+A compiler is made behind a model's start, library and vocabulary with it: with 49,000 tokens they take 0.7 s and 20 MB,
+which the first guided request would otherwise wait for, and the server's memory grow by in one step.
 
 A grammar says which tokens may come next, for drafted and for committed text alike, so that drafts follow it as the
 target does. Walking a draft moves the matcher and rolls it back; masks are kept until the next commit, since drafting,

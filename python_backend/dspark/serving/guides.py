@@ -6,6 +6,7 @@ library lets other threads run. What was tried once is not tried again. Knows no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import queue
@@ -31,20 +32,35 @@ _Task = Callable[[GuideTrial], None]
 
 
 class GuideDesk:
-    """See the module's text. Its threads start with the first guide.
+    """See the module's text.
 
     Arguments:
-        compile_guide: for guides that have passed the trial.
+        make_compiler: makes what compiles guides that have passed the trial; called once, in a thread of the desk, so
+            that no start waits for a library and its view of a vocabulary.
         limit_s: seconds of processor time that a guide may take.
+        prepared: called in that thread when the compiler is there.
     """
 
-    def __init__(self, compile_guide: Compile, *, limit_s: float = LIMIT_S) -> None:
-        self._compile = compile_guide
+    def __init__(
+        self,
+        make_compiler: Callable[[], Compile],
+        *,
+        limit_s: float = LIMIT_S,
+        prepared: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._make_compiler = make_compiler
+        self._prepared = prepared
+        self._compile: Compile | Exception | None = None
         self._limit_s = limit_s
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._tried: OrderedDict[bytes, bool] = OrderedDict()  # digest of a guide -> passed
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dspark-guides-{index}", daemon=True)
+            for index in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self,
@@ -67,18 +83,10 @@ class GuideDesk:
         def task(trial: GuideTrial) -> None:
             try:
                 self._check(trial, kind, guide)
-                then(self._compile(kind, guide))
+                then(self._compiler()(kind, guide))
             except Exception as error:
                 failed(error)
 
-        with self._lock:
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._run, name=f"dspark-guides-{index}", daemon=True)
-                    for index in range(_NUM_THREADS)
-                ]
-                for thread in self._threads:
-                    thread.start()
         self._tasks.put(task)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
@@ -89,10 +97,26 @@ class GuideDesk:
             thread.join(timeout_s)
 
     def _run(self) -> None:
+        with contextlib.suppress(Exception):  # whoever needs it is told
+            self._compiler()
         trial = GuideTrial(limit_s=self._limit_s)
         while (task := self._tasks.get()) is not None:
             task(trial)
         trial.close()
+
+    def _compiler(self) -> Compile:
+        """Return the compiler, made by whichever thread comes first. Raises what making it raised."""
+        with self._lock:
+            if self._compile is None:
+                try:
+                    self._compile = self._make_compiler()
+                except Exception as error:
+                    _log.exception("guides cannot be compiled")
+                    self._compile = error
+                self._prepared()
+            if isinstance(self._compile, Exception):
+                raise self._compile
+            return self._compile
 
     def _check(self, trial: GuideTrial, kind: str, guide: str | None) -> None:
         """Refuse a guide that takes too long. Raises RequestError."""

@@ -86,11 +86,7 @@ class TritonPythonModel:
         except Exception as error:
             _log.exception("loading failed")
             raise pb_utils.TritonModelException(wire_error(error)[1]) from None
-        self._guides = (
-            GuideDesk(GrammarCompiler(runtime.tokenizer, vocab_size=runtime.target_config.vocab_size))
-            if runtime.tokenizer is not None
-            else None
-        )
+        self._guides = _guide_desk(runtime)
         self._limits = ModelLimits.of(
             vocab_size=runtime.target_config.vocab_size,
             tokenizer=runtime.tokenizer,
@@ -228,6 +224,16 @@ class TritonPythonModel:
     def is_dead(self) -> bool:
         """Say whether it was loaded and its engine has died since."""
         return self._runtime is not None and self._runtime.engine.died
+
+
+def _guide_desk(runtime: Runtime) -> GuideDesk | None:
+    tokenizer = runtime.tokenizer
+    if tokenizer is None:
+        return None
+    return GuideDesk(
+        lambda: GrammarCompiler(tokenizer, vocab_size=runtime.target_config.vocab_size),
+        prepared=_set_loaded_apart,
+    )
 
 
 def _set_loaded_apart() -> None:
