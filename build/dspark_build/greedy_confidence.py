@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dspark.calibration.sts import auc
+from dspark.drafters.greedy_confidence import LEAST_REST
 
 from dspark_build.training_batch import pack
 from dspark_build.training_data import Dataset
@@ -34,7 +35,7 @@ _RIDGE = 1e-3
 class GreedySlots:
     """N blocks, teacher-forced."""
 
-    features: Array  # [N, G, 3] confidence logit, log q of the arg-max, 1
+    features: Array  # [N, G, 3] confidence logit, logit q of the arg-max, 1
     hit: Bool  # [N, G] the arg-max is the target's
     known: Bool  # [N, G] all slots before it were hits, and the answer goes that far
 
@@ -87,9 +88,10 @@ def greedy_slots(
         output = model.block_pass(batch)
         assert output.confidence_logits is not None, "fitted for drafters with a confidence head"
         best, entry = (logits := model.logits(output)).max(-1)
-        log_q = best - logits.logsumexp(-1)
+        log_q = (best - logits.logsumexp(-1)).clamp(max=0.0)
+        logit_q = log_q - torch.log((-torch.expm1(log_q)).clamp(min=LEAST_REST))
         hit = model.frozen.draft_to_target[entry] == batch.target_argmax[batch.target_row]
-        features = torch.stack([output.confidence_logits, log_q, torch.ones_like(log_q)], -1)
+        features = torch.stack([output.confidence_logits, logit_q, torch.ones_like(logit_q)], -1)
         right = torch.cumprod((hit & batch.valid).int(), 1).bool()
         before = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
         yield GreedySlots(
@@ -101,7 +103,7 @@ def greedy_slots(
 
 def fit_weights(slots: GreedySlots) -> Array:
     """Return the most likely weights [G, 3]: of all positions together first, then each held to that."""
-    pooled = _logistic(slots.features[slots.known], slots.hit[slots.known], np.array([1.0, 0.0, 0.0]), _RIDGE)
+    pooled = _logistic(slots.features[slots.known], slots.hit[slots.known], np.array([0.5, 0.5, 0.0]), _RIDGE)
     held = _POOLED_LABELS * _information(slots.features[slots.known], pooled)
     return np.stack(
         [

@@ -424,13 +424,13 @@ def test_the_confidence_run_tells_what_an_arg_max_draft_is_worth(home, tmp_path,
 
 def test_the_fit_finds_the_weights_that_the_outcomes_were_drawn_with():
     rng = np.random.default_rng(3)
-    z, log_q = rng.normal(0.3, 1.0, (20_000, 2)), -rng.exponential(0.8, (20_000, 2))
+    z, logit_q = rng.normal(0.3, 1.0, (20_000, 2)), rng.normal(0.0, 1.5, (20_000, 2))
     true = np.array([[0.8, 1.5, 0.9], [0.5, 0.9, 0.4]])
-    rate = 1.0 / (1.0 + np.exp(-(true[:, 0] * z + true[:, 1] * log_q + true[:, 2])))
+    rate = 1.0 / (1.0 + np.exp(-(true[:, 0] * z + true[:, 1] * logit_q + true[:, 2])))
     hit = rng.random(rate.shape) < rate
     known = np.stack([np.ones(len(hit), bool), hit[:, 0]], 1)
     slots = greedy_confidence.GreedySlots(
-        features=np.stack([z, log_q, np.ones_like(z)], -1), hit=hit, known=known
+        features=np.stack([z, logit_q, np.ones_like(z)], -1), hit=hit, known=known
     )
     np.testing.assert_allclose(greedy_confidence.fit_weights(slots), true, atol=0.15)
 

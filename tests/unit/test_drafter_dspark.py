@@ -127,8 +127,8 @@ def test_greedy_drafts_are_rated_by_their_own_probability_too(tmp_path: Path, fu
     assert block.confidence_logits is not None and drawn.confidence_logits is not None
     for row in range(4):
         logits, confidences = scene.position_logits(row, rows_of(block, row))
-        best = np.array([values.max() - np.log(np.exp(values).sum()) for values in logits])
-        wanted = weights[:, 0] * confidences + weights[:, 1] * best + weights[:, 2]
+        q = np.array([np.exp(values.max()) / np.exp(values).sum() for values in logits])
+        wanted = weights[:, 0] * confidences + weights[:, 1] * np.log(q / (1.0 - q)) + weights[:, 2]
         np.testing.assert_allclose(block.confidence_logits[row], wanted, rtol=1e-3, atol=1e-4)
         _, confidences = scene.position_logits(row, rows_of(drawn, row))
         np.testing.assert_allclose(drawn.confidence_logits[row], confidences, rtol=1e-3, atol=1e-4)

@@ -414,7 +414,7 @@ class NativeHead:
         w2: [Vd, r].
         mix: gate [r, d + r] or recurrent [3 r, 2 r + d] projection with its bias, by `kind`.
         confidence: [d] or [d + r] float32 and its bias.
-        greedy_confidence: [G, 3] float32, weights of the confidence logit, of log q and of 1 for arg-max drafts.
+        greedy_confidence: [G, 3] float32, weights of the confidence logit, of logit q and of 1 for arg-max drafts.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ typedef struct {
   const void* w1;                    /* [rows, rank] float32 or bfloat16 */
   const float* mix_bias;             /* [rank] gated, [3 * rank] rnn */
   const float* confidence;           /* [hidden_size (+ rank)] or null */
-  const float* greedy_confidence;    /* [steps, 3]: arg-max drafts are rated w0 logit + w1 log q + w2; or null */
+  const float* greedy_confidence;    /* [steps, 3]: arg-max drafts are rated w0 logit + w1 logit q + w2, or null */
   const int32_t* previous_to_row;    /* [vocab_size] row of w1 for a target token, null = the token */
   const int32_t* draft_to_target;    /* [draft_vocab_size] or null */
   void* w2;                          /* matrix [draft_vocab_size, rank] */

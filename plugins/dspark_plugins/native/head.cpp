@@ -230,9 +230,12 @@ int32_t Head::pick(int step, int64_t at) const {
   }
   float value = 0.0f, log_sum = 0.0f;
   finite_[at] = kernels_.top(const_cast<float*>(logits), nullptr, c_.draft_vocab_size, 1, &value, &entry, &log_sum) > 0;
+  if (!finite_[at]) return 0;
   const float* w = c_.greedy_confidence + step * 3;
-  if (finite_[at]) confidence_[at] = w[0] * confidence_[at] + w[1] * std::min(value - log_sum, 0.0f) + w[2];
-  return finite_[at] ? entry : 0;
+  const float log_q = std::min(value - log_sum, 0.0f);
+  const float logit_q = log_q - std::log(std::max(-std::expm1(log_q), 1e-4f));
+  confidence_[at] = w[0] * confidence_[at] + w[1] * logit_q + w[2];
+  return entry;
 }
 
 void Head::embed_row(int step, int i) {

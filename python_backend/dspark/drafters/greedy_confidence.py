@@ -1,6 +1,6 @@
 """What an arg-max draft is worth, from the confidence head and from the drafter's own probability of it.
 
-    z'_k = w_k0 z_k + w_k1 log q_k(x_k) + w_k2
+    z'_k = w_k0 z_k + w_k1 logit q_k(x_k) + w_k2,    logit q = log q - log(1 - q)
 
 At temperature 0 the scheduler may look at the drafted token itself: the answer is the target's arg-max whatever is
 verified. For drafts that are drawn it may not (algorithm.md, section 4): their confidence stays z_k, which knows
@@ -13,7 +13,9 @@ import numpy as np
 
 from dspark.executors.interface import Float32
 
-__all__ = ["log_q_of_best", "rate_greedy"]
+__all__ = ["LEAST_REST", "log_q_of_best", "rate_greedy"]
+
+LEAST_REST = 1e-4  # 1 - q counts as at least this much
 
 
 def log_q_of_best(logits: Float32) -> Float32:
@@ -30,6 +32,8 @@ def rate_greedy(weights: Float32, confidence_logits: Float32, log_q: Float32) ->
     Arguments:
         weights: [3] of the position.
         confidence_logits: [R] z.
-        log_q: [R].
+        log_q: [R] log q of the draft.
     """
-    return np.asarray(weights[0] * confidence_logits + weights[1] * log_q + weights[2], np.float32)
+    log_q = np.minimum(log_q, np.float32(0.0))
+    logit_q = log_q - np.log(np.maximum(-np.expm1(log_q), np.float32(LEAST_REST)))
+    return np.asarray(weights[0] * confidence_logits + weights[1] * logit_q + weights[2], np.float32)
