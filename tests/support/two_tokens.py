@@ -67,6 +67,7 @@ class TableDrafter:
     """Draws every draft from the same distribution; c_k [G, V] is looked up by position and previous token."""
 
     name = "table"
+    greedy_confidence = None
 
     def __init__(self, probs: Float64, confidence: Float64) -> None:
         self.config = DrafterConfig(
