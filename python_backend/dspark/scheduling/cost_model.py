@@ -200,6 +200,7 @@ class CostModel:
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
+        self.version = 0  # rises whenever predictions change; steps that are only gathered change none
         self._measured = curve is not None
         self._row_context_s = curve.row_context_s if curve else 0.0
         self._context_s = curve.context_s if curve else 0.0
@@ -228,11 +229,6 @@ class CostModel:
     def measured(self) -> bool:
         """Whether anything is known: a measured curve, or steps that were served."""
         return self._measured
-
-    @property
-    def version(self) -> int:
-        """A number that rises whenever predictions change; steps that are only gathered change none."""
-        return self._verify.version + self._draft.version
 
     def verify_s(self, first: int, count: int, *, num_sequences: int = 1, context_tokens: int = 0) -> Float64:
         """Return the seconds of target passes over first, first+1, ... rows.
@@ -308,6 +304,7 @@ class CostModel:
         knew, knew_draft = self._verify.known, self._draft.known
         pass_s: list[float] = []
         block_s: list[float] = []
+        self.version += bool(passes or drafts)
         if passes:
             pass_s = self._verify.observe(
                 [t.rows for t in passes],

@@ -40,6 +40,8 @@ _PROBED, _PROBE_SHARE = (
 )  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
+_GATHERED = 64  # steps, or blocks, that are learnt from at the latest
+_DECAY_SHARE = 0.02  # of a new block in the usual ratio
 _DEEPER = 2  # drafts more after a block that was verified whole
 # Steps that a plan which drafts nothing holds once it was found again and again for more than a few sequences.
 _LONGEST_IDLE, _FEW = 64, 8
@@ -106,15 +108,20 @@ class DraftPlanner:
         self._probe_s = 0.0  # drafting of the probe in this step
         self._experience: dict[int, Experience] = {}  # by twice the logarithm of the number of sequences
         self._plain_times = PlainTimes()
+        # What steps showed, until it is asked for: behind a pass that emptied the caches every further line costs.
+        self._blocks: list[tuple[int, list[float], int]] = []  # row, survivals, drafts
+        self._steps: list[tuple[int, float, StepObservation]] = []  # number, drafting of a probe, step
         self.decay = 0.8  # usual ratio of a_{k+1} to a_k
 
     @property
     def knows_nothing(self) -> bool:
         """Whether no rated block was ever remembered."""
+        self._remember()
         return self._has_confidence and self._memory.num_all == 0
 
     def reset(self, rows: list[int], num_rows: int) -> None:
         """Start anew for sequences that were just given these rows."""
+        self._remember()
         self._memory.reset(rows, num_rows)
         self._skipped, self._wait = grown(self._skipped, num_rows), grown(self._wait, num_rows)
         missing = num_rows - len(self._depth)
@@ -147,6 +154,8 @@ class DraftPlanner:
 
     def replan(self, rows: list[int], caps: Int32, *, prefill_tokens: int) -> list[int]:
         """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
+        self._remember()
+        self._count()
         plan = self._plans[prefill_tokens > 0]
         if not plan.promising:  # now it counts what the last steps took
             self._costs.learn()
@@ -328,29 +337,38 @@ class DraftPlanner:
     # -- after the step --------------------------------------------------------------------------------------------
 
     def observe(self, step: StepObservation) -> None:
-        """Count what a step without prompts gave against what its plan promised."""
-        probe_s, self._probe_s = self._probe_s, 0.0
-        plan, num_sequences = self._plans[0], len(step.sequence_ids)
-        step_s = step.step_s or step.draft_s + step.verify_s
-        if step.prefill_tokens or not 0.0 < step_s < math.inf:
-            return
-        num_blocks = int(np.count_nonzero(step.num_drafts))
-        if not num_blocks:
-            self._plain_times.observe(self._num_steps, num_sequences=num_sequences, step_s=step_s)
-        elif plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
-            return  # not what was planned, or some were looked up
-        elif probe_s:
-            gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
-            dearer = (step_s - plan.plain_s - gained_s) / probe_s
-            self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
-        elif plan.num_drafted and math.isfinite(plan.promise):
-            self._experience_of(num_sequences).drafted(
-                promise=plan.promise,
-                num_tokens=num_sequences + int(step.accepted.sum()),
-                num_sequences=num_sequences,
-                step_s=step_s,
-                plain_s=plan.plain_s,
-            )
+        """Take a step that is over; steps with prompts say nothing here."""
+        if not step.prefill_tokens:
+            self._steps.append((self._num_steps, self._probe_s, step))
+            if len(self._steps) >= _GATHERED:
+                self._count()
+        self._probe_s = 0.0
+
+    def _count(self) -> None:
+        """Count what the last steps gave against what their plan promised; called before it is replaced."""
+        steps, self._steps = self._steps, []
+        plan = self._plans[0]
+        for number, probe_s, step in steps:
+            num_sequences, step_s = len(step.sequence_ids), step.step_s or step.draft_s + step.verify_s
+            num_blocks = int(np.count_nonzero(step.num_drafts))
+            if not 0.0 < step_s < math.inf:
+                continue
+            if not num_blocks:
+                self._plain_times.observe(number, num_sequences=num_sequences, step_s=step_s)
+            elif plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
+                continue  # not what was planned, or some were looked up
+            elif probe_s:
+                gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
+                dearer = (step_s - plan.plain_s - gained_s) / probe_s
+                self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
+            elif plan.num_drafted and math.isfinite(plan.promise):
+                self._experience_of(num_sequences).drafted(
+                    promise=plan.promise,
+                    num_tokens=num_sequences + int(step.accepted.sum()),
+                    num_sequences=num_sequences,
+                    step_s=step_s,
+                    plain_s=plan.plain_s,
+                )
 
     def settle(
         self,
@@ -370,7 +388,6 @@ class DraftPlanner:
         Arguments:
             survival: [R] lists of up to G, 0 where a block ends.
         """
-        first = later = 0.0
         for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
             if not drafts:
                 continue
@@ -383,10 +400,22 @@ class DraftPlanner:
                 self._depth[row] = self._block_size
                 continue
             self._depth[row] = min(drafts + _DEEPER if verified >= drafts else verified + 1, self._block_size)
-            block = survival_beyond(survival[index], num_drafts=drafts, block_size=self._block_size)
+            self._blocks.append((row, survival[index], drafts))
+        if len(self._blocks) >= _GATHERED:
+            self._remember()
+
+    def _remember(self) -> None:
+        """Take in the blocks that were only gathered so far."""
+        if not self._blocks:
+            return
+        blocks, self._blocks = self._blocks, []
+        first = later = 0.0
+        for row, survival, drafts in blocks:
+            block = survival_beyond(survival, num_drafts=drafts, block_size=self._block_size)
             self._memory.observe(row, block)
             total = sum(block)
             first += total - block[-1]
             later += total - block[0]
         if first > 0.0:
-            self.decay += 0.05 * (later / first - self.decay)
+            share = 1.0 - (1.0 - _DECAY_SHARE) ** len(blocks)
+            self.decay += share * (later / first - self.decay)

@@ -49,7 +49,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of 
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 _PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
 _FEW = 512  # candidates up to which they are where it comes to choosing
-_GATHERED_STEPS, _GATHERED_ROWS = 96, 96  # what is gathered before it is learnt from
+_GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what is gathered before it is learnt from
 
 
 @dataclass(slots=True)
@@ -91,6 +91,8 @@ class LoadAwareScheduler:
         self._has_confidence = has_confidence
         self._rows = SequenceRows()
         self._rows_seen: tuple[Int, list[int]] | None = None  # ids and rows of this step
+        self._ids_seen: list[int] | None = None  # of the last step
+        self._same_rows: list[int] = []  # of them
         self._stats = AcceptanceStats(block_size)
         self._costs = StepCosts(cost_model)
         self._planner = DraftPlanner(
@@ -114,7 +116,7 @@ class LoadAwareScheduler:
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
         self._costs.next_step()
         most = caps.tolist()
-        num_eligible = sum(cap > 0 for cap in most)
+        num_eligible = len(most) - most.count(0)
         self._num_asked = 0
         if not num_eligible:
             return np.zeros_like(caps)
@@ -182,13 +184,18 @@ class LoadAwareScheduler:
         Arguments:
             num_drafted: blocks that the drafter ran for.
         """
-        seconds, plain = self._costs.seconds(
+        seconds, plain = self._asked(num_sequences, num_drafted, most=most, prefill_tokens=prefill_tokens)
+        return seconds[: most + 1], plain[: most + 1]
+
+    def _asked(
+        self, num_sequences: int, num_drafted: int, *, most: int, prefill_tokens: int
+    ) -> tuple[Float64, list[float]]:
+        return self._costs.seconds(
             num_sequences=num_sequences,
             prefill_tokens=prefill_tokens,
             num_blocks=num_drafted,
             count=max(num_sequences * self._block_size, most) + 1,
         )
-        return seconds[: most + 1], plain[: most + 1]
 
     def _verify_few(
         self,
@@ -201,8 +208,10 @@ class LoadAwareScheduler:
         prefill_tokens: int,
     ) -> Int32:
         """Return verify_len [R] of rated blocks; no arrays."""
-        num_sequences, num_blocks = len(rows), sum(num > 0 for num in num_drafts)
-        _, seconds = self._seconds(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)
+        num_sequences = len(rows)
+        num_blocks = 1 if num_sequences == 1 else sum(num > 0 for num in num_drafts)
+        _, seconds = self._asked(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)
+        seconds = seconds[: most + 1]
         survival = [
             self._survival_of_one(of_one[:num], kind)
             for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
@@ -394,7 +403,7 @@ class LoadAwareScheduler:
             )
 
     def release(self, sequence_id: int) -> None:
-        self._rows_seen = None
+        self._rows_seen, self._ids_seen = None, None
         self._rows.release(sequence_id)
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -402,7 +411,12 @@ class LoadAwareScheduler:
     def _rows_of(self, sequence_ids: Int) -> list[int]:
         if self._rows_seen is not None and self._rows_seen[0] is sequence_ids:
             return self._rows_seen[1]
-        rows, new = self._rows.rows(sequence_ids.tolist())
+        ids = sequence_ids.tolist()
+        if ids == self._ids_seen:  # the same batch as in the last step
+            self._rows_seen = (sequence_ids, self._same_rows)
+            return self._same_rows
+        rows, new = self._rows.rows(ids)
+        self._ids_seen, self._same_rows = ids, rows
         if new:
             num_rows = self._rows.num_rows
             self._stats.reset(new, num_rows)

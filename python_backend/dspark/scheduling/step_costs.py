@@ -13,7 +13,7 @@ from dspark.scheduling.interface import Float64
 
 __all__ = ["StepCosts"]
 
-_KEPT_STEPS = 16
+_KEPT_STEPS, _KEPT_STEPS_FEW, _FEW = 16, 64, 4  # contexts of few sequences grow slowly
 _KEPT_ANSWERS = 32
 
 
@@ -27,7 +27,7 @@ class StepCosts:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.context_per_sequence = 0.0  # cached tokens, mean of the last step
-        self._version, self._age = -1, 0
+        self._version, self._age, self._longest = -1, 0, _KEPT_STEPS
         self._kept: dict[tuple[int, int, int, int], tuple[Float64, list[float]]] = {}
 
     def next_step(self) -> None:
@@ -41,7 +41,7 @@ class StepCosts:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        if self._age >= _KEPT_STEPS or self._version != self.model.version:
+        if self._age >= self._longest or self._version != self.model.version:
             self._version, self._age = self.model.version, 0
             self._kept.clear()
 
@@ -62,6 +62,7 @@ class StepCosts:
         if kept is None:
             if len(self._kept) >= _KEPT_ANSWERS:
                 self._kept.clear()
+            self._longest = _KEPT_STEPS if num_sequences > _FEW else _KEPT_STEPS_FEW
             seconds = self._ask(num_sequences, prefill_tokens, count)
             if num_blocks:
                 seconds = seconds + self.model.draft_s(num_blocks)
