@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from dspark.executors import tensorrt_cuda, tensorrt_device
 from dspark.executors.interface import DraftBatch, StepBatch
 from dspark.executors.tensorrt_device import CudaDevice, SharedTables, device_pair_memory
 from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_engine_pair
+from dspark.executors.tensorrt_manifest import ExportedFile
 from dspark.models.loading import load_target
 from support.step_batches import ragged_step
 from support.tiny_drafters import write_tiny_drafter
@@ -64,8 +66,7 @@ class Home:
         for name, model in models.items():
             onnx.save(with_table_inputs(model, self.tables), str(self.graphs / f"{name}.shared.onnx"))
             write_fake_plan(self.folder / f"{name}.plan", self.graphs / f"{name}.shared.onnx")
-            size = (self.folder / f"{name}.plan").stat().st_size
-            files.append(replace(files[0], name=f"{name}.plan", num_bytes=size))
+            files.append(told_of(self.folder / f"{name}.plan"))
         (self.folder / "export.json").write_text(replace(self.export, files=tuple(files)).text())
         limits = {"max_batch": 2, "max_tokens": 6, "max_pages": 10, "block_size": 4}
         told = {"format_version": 3, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
@@ -81,6 +82,11 @@ class Home:
             backend=backend,
             num_threads=1,
         )
+
+
+def told_of(path: Path) -> ExportedFile:
+    data = path.read_bytes()
+    return ExportedFile(name=path.name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +221,14 @@ def test_a_plan_that_was_cut_or_changed_says_so(home: Home, tmp_path: Path) -> N
         CheckpointError, match=f"must have {len(data)} bytes, has 5 bytes; build the engine again"
     ):
         home.pair(tmp_path / "engine")
-    path.write_bytes(b"x" * len(data))
-    with pytest.raises(
-        CheckpointError, match=r"target.plan: sha256 must be .*, got .*; build the engine again"
-    ):
-        home.pair(tmp_path / "engine")
+    for name, changed in (("target.plan", data[:-1] + b"?"), ("embed_tokens.table", b"")):
+        path.write_bytes(data)
+        one = tmp_path / "engine" / name
+        one.write_bytes(changed or one.read_bytes()[:-1] + b"?")  # as long as it was
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: sha256 must be .*, got .*; build the engine again"
+        ):
+            home.pair(tmp_path / "engine")
 
 
 @pytest.mark.usefixtures("cuda")
@@ -248,7 +257,7 @@ def test_a_table_of_another_size_is_refused(home: Home, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"embed_tokens.table: must have 6400 bytes, has 6396 bytes"):
         home.pair(tmp_path / "engine")
     raw = json.loads((tmp_path / "engine" / "export.json").read_text())
-    raw["files"][0]["num_bytes"] = 6396
+    raw["files"][0] = asdict(told_of(path))
     (tmp_path / "engine" / "export.json").write_text(json.dumps(raw))
     target = home.pair(tmp_path / "engine").target
     with pytest.raises(

@@ -179,10 +179,12 @@ def load_engine_pair(
         device: CUDA's number of TensorRT's GPU.
 
     Raises:
-        CheckpointError: the folder is of another pair, or a file in it cannot be loaded.
+        CheckpointError: the folder is of another pair, a file in it is not the one that was made, also where it is as
+            long, or cannot be loaded.
         ConfigError: TensorRT, a GPU or ONNX Runtime is missing.
     """
     manifest = checked_export(folder, target=target.config, drafter=drafter, page_size=page_size)
+    check_files(folder, manifest, contents=True)
     open_session = (
         _cuda_opener(folder, manifest, device) if backend == "tensorrt" else _onnx_opener(folder, num_threads)
     )
@@ -233,10 +235,6 @@ def _cuda_opener(folder: Path, manifest: ExportManifest, number: int) -> Callabl
 
     def open_session(part: str) -> Session:
         path = folder / f"{part}.plan"
-        try:
-            return CudaSession(path, device=device, tables=tables, pair=pair, built_with=built.tensorrt)
-        except CheckpointError:
-            check_files(folder, manifest, contents=True)  # a file that was changed is the better reason
-            raise
+        return CudaSession(path, device=device, tables=tables, pair=pair, built_with=built.tensorrt)
 
     return open_session
