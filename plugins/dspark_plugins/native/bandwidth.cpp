@@ -1,6 +1,7 @@
 // How fast this machine reads memory: the bound of every pass.
-#include <ctime>
 #include <cstring>
+#include <ctime>
+#include <utility>
 #include <vector>
 
 #include "dspark_native.h"
@@ -8,19 +9,23 @@
 #include "memory.hpp"
 #include "pool.hpp"
 
+namespace dspark {
 namespace {
 
 constexpr int64_t kItem = 1 << 18;  // bytes that a thread takes at a time
 
 struct Job {
-  const dspark::Kernels* kernels;
-  const float* data;
-  std::vector<float> sums;  // one a thread, a cache line apart
+  const Kernels* kernels;
+  std::vector<std::pair<const uint8_t*, int64_t>> items;
+  std::vector<uint32_t> sums;  // one a thread, a cache line apart
 };
 
 void read_items(void* context, int, int begin, int end, int thread) {
   auto* job = static_cast<Job*>(context);
-  job->sums[static_cast<size_t>(thread) * 16] += job->kernels->read(job->data + begin * (kItem / 4), (end - begin) * (kItem / 4));
+  for (int i = begin; i < end; ++i) {
+    const auto& item = job->items[static_cast<size_t>(i)];
+    job->sums[static_cast<size_t>(thread) * 16] ^= job->kernels->read(item.first, item.second);
+  }
 }
 
 double now() {
@@ -29,23 +34,46 @@ double now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-}  // namespace
+void add_items(Job& job, const void* data, int64_t bytes) {
+  const auto* at = static_cast<const uint8_t*>(data);
+  for (; bytes >= 256; at += kItem, bytes -= kItem) job.items.emplace_back(at, bytes < kItem ? bytes / 256 * 256 : kItem);
+}
 
-extern "C" double dspark_read_seconds(void* pool, const char* isa, int64_t bytes) {
-  auto* p = static_cast<dspark::Pool*>(pool);
-  const auto items = static_cast<int32_t>(bytes / kItem);
-  void* data = dspark::map_pages(items * kItem);
-  if (!data) return 0.0;
-  std::memset(data, 0, static_cast<size_t>(items * kItem));
-  Job job{&dspark::kernels_for(isa), static_cast<const float*>(data), {}};
-  job.sums.assign(static_cast<size_t>(p->num_threads()) * 16, 0.0f);
-  double best = 1e30;
-  for (int i = 0; i < 3; ++i) {
+void read_times(Pool& pool, Job& job, int times, double* seconds) {
+  job.sums.assign(static_cast<size_t>(pool.num_threads()) * 16, 0);
+  const auto items = static_cast<int32_t>(job.items.size());
+  for (int i = 0; i < times; ++i) {
     const double started = now();
-    p->run(&items, 1, read_items, &job);
-    const double took = now() - started;
-    best = took < best ? took : best;
+    pool.run(&items, 1, read_items, &job);
+    seconds[i] = now() - started;
   }
-  dspark::unmap_pages(data, items * kItem);
+}
+
+}  // namespace
+}  // namespace dspark
+
+using namespace dspark;
+
+extern "C" {
+
+double dspark_read_seconds(void* pool, const char* isa, int64_t bytes) {
+  bytes = bytes / kItem * kItem;
+  void* data = map_pages(bytes);
+  if (!data) return 0.0;
+  std::memset(data, 0, static_cast<size_t>(bytes));
+  Job job{&kernels_for(isa), {}, {}};
+  add_items(job, data, bytes);
+  double took[3], best = 1e30;
+  read_times(*static_cast<Pool*>(pool), job, 3, took);
+  for (const double t : took) best = t < best ? t : best;
+  unmap_pages(data, bytes);
   return best;
 }
+
+void dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds) {
+  Job job{&kernels_for(isa), {}, {}};
+  for (const auto& [data, bytes] : static_cast<Arena*>(arena)->filled()) add_items(job, data, bytes);
+  read_times(*static_cast<Pool*>(pool), job, times, seconds);
+}
+
+}  // extern "C"

@@ -151,6 +151,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_tree_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
     "dspark_tree_destroy": (None, (_handle,)),
     "dspark_tree_build": (None, (_handle, ct.POINTER(TreeCall))),
+    "dspark_arena_read_seconds": (None, (_handle, _handle, _text, _i32, _ptr)),
     "dspark_read_seconds": (ct.c_double, (_handle, _text, _i64)),
 }
 
@@ -244,6 +245,15 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         return int(self._library.dspark_arena_bytes(self.handle))
+
+    def read_seconds(self, pool: Pool, times: int) -> npt.NDArray[np.float64]:
+        """Return the seconds [times] that all threads of the pool took to read all of it, again and again."""
+        seconds = np.empty(times, np.float64)
+        with pool.lock:
+            self._library.dspark_arena_read_seconds(
+                self.handle, pool.handle, _wanted_isa(), times, _address(seconds)
+            )
+        return seconds
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

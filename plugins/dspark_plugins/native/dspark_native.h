@@ -126,6 +126,8 @@ DSPARK_API void dspark_head_confidence(void* head, int32_t num_sequences, const 
 
 /* Seconds that all threads of the pool take to read `bytes` of memory once, the best of three; 0 without memory. */
 DSPARK_API double dspark_read_seconds(void* pool, const char* isa, int64_t bytes);
+/* Seconds of each of `times` reads of all that lies in the arena, one after the other. */
+DSPARK_API void dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds);
 
 #ifdef __cplusplus
 }

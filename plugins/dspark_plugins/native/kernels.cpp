@@ -194,14 +194,14 @@ void tile(const Gemm& g, int panel, int half, int row, bool own, Ahead ahead, fl
         vw line[H];
 #pragma GCC unroll 2
         for (int h = 0; h < H; ++h) line[h] = wload(w + 64 * h);
-        if (own) {
+        if (own && (R > 1 || kPrefetchAlone)) {
           prefetch(w + kPrefetchBytesInt8);
           prefetch(w + kPrefetchBytesInt8 + 64);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-          for (int h = 0; h < H; ++h) sum[r][h] = step_int8(sum[r][h], line[h], x + r * stride);
+          for (int h = 0; h < H; ++h) sum[r][h] = step_int8<R == 1>(sum[r][h], line[h], x + r * stride);
         }
         w += kStepBytes;
         x += 4;
@@ -369,15 +369,16 @@ float dot(const float* x, const float* y, int n) {
   return vlane_sum(sum);
 }
 
-float read(const float* x, int64_t n) {
-  vf sum[4] = {vzero(), vzero(), vzero(), vzero()};
-  for (int64_t i = 0; i < n; i += 64) {
+uint32_t read(const uint8_t* x, int64_t bytes) {
+  vw all[4] = {wload(x), wload(x), wload(x), wload(x)};
+  for (int64_t i = 0; i < bytes; i += 256) {
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      prefetch(x + i + j * 16 + kPrefetchBytes / 4);
-      sum[j] = vadd(sum[j], vload(x + i + j * 16));
+      prefetch(x + i + 64 * j + kPrefetchBytes);
+      all[j] = wxor(all[j], wload(x + i + 64 * j));
     }
   }
-  return vlane_sum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
+  return wfold(wxor(wxor(all[0], all[1]), wxor(all[2], all[3])));
 }
 
 inline void rotate(float* x, const float* cos, const float* sin, int half) {

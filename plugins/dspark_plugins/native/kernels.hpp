@@ -113,8 +113,8 @@ struct Kernels {
   double (*soft)(const float* x, int n, float top, float scale, float* scaled, double* weights);
   // Philox4x32-10 of counters (0..num_counters - 1, position, purpose, 0): 16 bytes each.
   void (*philox_bytes)(uint64_t seed, uint32_t position, uint32_t purpose, int num_counters, uint8_t* out);
-  // Read n floats (a multiple of 64) at full speed; the sum keeps the reads alive.
-  float (*read)(const float* x, int64_t n);
+  // Read bytes (a multiple of 256) at full speed; what is returned keeps the reads alive.
+  uint32_t (*read)(const uint8_t* x, int64_t bytes);
 };
 
 extern const Kernels kernels_portable;

@@ -34,7 +34,7 @@ void unmap_pages(void* address, int64_t bytes) {
 
 Arena::~Arena() {
   for (Matrix* m : matrices) delete m;
-  for (auto& [address, bytes] : blocks_) unmap_pages(address, bytes);
+  for (const Block& b : blocks_) unmap_pages(b.address, b.size);
 }
 
 void* Arena::allocate(int64_t bytes) {
@@ -43,7 +43,7 @@ void* Arena::allocate(int64_t bytes) {
     const int64_t size = bytes > kBlock ? whole_pages(bytes) : kBlock;
     void* block = map_pages(size);
     if (!block) return nullptr;
-    blocks_.emplace_back(block, size);
+    blocks_.push_back({block, size, 0});
     next_ = static_cast<uint8_t*>(block);
     left_ = size;
   }
@@ -51,7 +51,14 @@ void* Arena::allocate(int64_t bytes) {
   next_ += bytes;
   left_ -= bytes;
   used_ += bytes;
+  blocks_.back().used += bytes;
   return result;
+}
+
+std::vector<std::pair<const void*, int64_t>> Arena::filled() const {
+  std::vector<std::pair<const void*, int64_t>> found;
+  for (const Block& b : blocks_) found.emplace_back(b.address, b.used);
+  return found;
 }
 
 Buffer::~Buffer() { std::free(data_); }

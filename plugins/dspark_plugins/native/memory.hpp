@@ -21,10 +21,15 @@ class Arena {
 
   void* allocate(int64_t bytes);  // 64-byte aligned and zeroed, or null
   int64_t used() const { return used_; }
+  std::vector<std::pair<const void*, int64_t>> filled() const;  // what was given out, block by block
   std::vector<Matrix*> matrices;
 
  private:
-  std::vector<std::pair<void*, int64_t>> blocks_;
+  struct Block {
+    void* address;
+    int64_t size, used;
+  };
+  std::vector<Block> blocks_;
   uint8_t* next_ = nullptr;
   int64_t left_ = 0;
   int64_t used_ = 0;

@@ -19,6 +19,7 @@ constexpr int kRowBlockHalf = 6;  // of half a panel
 constexpr int kRowBlockInt8 = 4;  // the same, int8
 constexpr bool kWholeBlocks = true;  // six rows and two beat four and four: eight accumulators wait for each other
 constexpr bool kWideRegisters = false;
+constexpr bool kPrefetchAlone = true;
 constexpr bool kWideBfloat16 = true;  // bfloat16 is multiplied as float
 #if defined(DSPARK_VNNI)
 constexpr bool kOffsetInt8 = true;  // VPDPBUSD takes weight bytes with their offset of 128
@@ -116,6 +117,13 @@ inline vw wload(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
+inline vw wxor(vw x, vw y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline uint32_t wfold(vw x) {
+  const __m256i one = _mm256_xor_si256(x.a, x.b);
+  const __m128i half = _mm_xor_si128(_mm256_castsi256_si128(one), _mm256_extracti128_si256(one, 1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(half) ^ _mm_extract_epi32(half, 1) ^ _mm_extract_epi32(half, 2) ^
+                               _mm_extract_epi32(half, 3));
+}
 inline vf step_fp32(vf acc, vw w, const uint8_t* x) {
   const __m256 s = _mm256_set1_ps(*reinterpret_cast<const float*>(x));
   return {_mm256_fmadd_ps(_mm256_castsi256_ps(w.a), s, acc.a), _mm256_fmadd_ps(_mm256_castsi256_ps(w.b), s, acc.b)};
@@ -128,7 +136,10 @@ inline void load_first_or_second(vf& out, const uint8_t* p, int second) {
   out.b = _mm256_castsi256_ps(second ? _mm256_and_si256(w.b, upper) : _mm256_slli_epi32(w.b, 16));
 }
 #if defined(DSPARK_VNNI)
-inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) { return _mm256_dpbusd_avx_epi32(acc, bytes, x); }
+inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) {
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(bytes), "x"(x));  // the intrinsic's sum would be copied twice a step
+  return acc;
+}
 #else
 // Exact: |w| <= 127 and |x| <= 127, so a sum of two products fits 16 bits and VPMADDUBSW never saturates.
 inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) {
@@ -137,6 +148,7 @@ inline __m256i dot4_half(__m256i acc, __m256i bytes, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 #endif
+template <bool Alone>
 inline vi step_int8(vi acc, vw w, const uint8_t* x) {
   const __m256i quad = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x));
   return {dot4_half(acc.a, w.a, quad), dot4_half(acc.b, w.b, quad)};

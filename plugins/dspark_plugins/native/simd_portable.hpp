@@ -21,6 +21,7 @@ constexpr bool kWholeBlocks = false;
 constexpr bool kWideRegisters = false;
 constexpr bool kWideBfloat16 = true;
 constexpr bool kOffsetInt8 = true;
+constexpr bool kPrefetchAlone = true;
 
 template <class F>
 inline vf lanes(F f) {
@@ -139,6 +140,17 @@ inline vw wload(const uint8_t* p) {
   std::memcpy(r.v, p, 64);
   return r;
 }
+inline vw wxor(const vw& a, const vw& b) {
+  vw r;
+  for (int i = 0; i < 64; ++i) r.v[i] = a.v[i] ^ b.v[i];
+  return r;
+}
+inline uint32_t wfold(const vw& a) {
+  uint32_t lane[16], all = 0;
+  std::memcpy(lane, a.v, 64);
+  for (int i = 0; i < 16; ++i) all ^= lane[i];
+  return all;
+}
 inline vf step_fp32(const vf& acc, const vw& w, const uint8_t* x) {
   float s, lane[16];
   std::memcpy(&s, x, 4);
@@ -153,6 +165,7 @@ inline void load_first_or_second(vf& out, const uint8_t* p, int second) {
     return widen(bits);
   });
 }
+template <bool Alone>
 inline vi step_int8(const vi& acc, const vw& w, const uint8_t* x) {
   int8_t quad[4];
   std::memcpy(quad, x, 4);
