@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from dspark.calibration.sts import auc, brier, ece, ece_of_perfect, survival, survival_labels
+from dspark.calibration.sts import (
+    ScaledFit,
+    auc,
+    brier,
+    ece,
+    ece_of_perfect,
+    forecast_survival,
+    survival_labels,
+)
 from dspark.errors import ConfigError
 from dspark.request import StepRecord
 
@@ -80,12 +88,12 @@ class BlockRecords:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(reached[1:] / reached[:-1])
 
-    def calibration(self, temperatures: npt.ArrayLike | None) -> CalibrationScore | None:
-        """Return the scores of the confidences divided by `temperatures`; None without confidences."""
+    def calibration(self, fit: ScaledFit | None) -> CalibrationScore | None:
+        """Return the scores of the confidences after `fit`; None without confidences."""
         if self.confidence_logits is None or not len(self):
             return None
         labels, known = survival_labels(self.accepted, self.verify_len, self.block_size)
-        forecast = survival(self.confidence_logits, temperatures)
+        forecast = forecast_survival(self.confidence_logits, fit)
         columns = [(forecast[known[:, k], k], labels[known[:, k], k]) for k in range(self.block_size)]
         return CalibrationScore(
             ece=tuple(ece(p, y) for p, y in columns),

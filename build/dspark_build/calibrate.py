@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from dspark.calibration.sts import StsFit, fit_sts, survival_labels
+from dspark.calibration.sts import ScaledFit, StsFit, fit_scaled, fit_sts, survival_labels
 from dspark.drafters.identity import drafter_identity
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.loading import load_target
@@ -21,7 +21,7 @@ from dspark_build.progress import say
 from dspark_build.prompt_files import parse_temperatures, read_prompts, tokenize_prompts
 from dspark_build.training_data import HELD_OUT_EVERY
 
-__all__ = ["add_calibrate_arguments", "fit_records", "load_temperatures", "run_calibrate"]
+__all__ = ["add_calibrate_arguments", "fit_records", "load_offline_fit", "run_calibrate"]
 
 Array = npt.NDArray[np.float64]
 
@@ -89,16 +89,18 @@ def run_calibrate(args: argparse.Namespace) -> int:
         "ece_before": fit.ece_before.tolist(),
         "ece_after": fit.ece_after.tolist(),
         "num_samples": fit.num_samples.tolist(),
-        **{f"{name}_sts_temperatures": one.temperatures.tolist() for name, one in apart.items()},
+        **_fields(apart),
         "sampling_temperatures": list(temperatures),
         "num_prompts": len(prompts),
     }
     write_text(out, json.dumps(content, indent=2) + "\n")
-    for name, one in {"all": fit, **apart}.items():
-        for k, (t, before, after) in enumerate(
-            zip(one.temperatures, one.ece_before, one.ece_after, strict=True), 1
-        ):
-            say(f"{name}, position {k}: temperature {t:.3f}, ECE of the survival {before:.2%} -> {after:.2%}")
+    for k, (t, before, after) in enumerate(
+        zip(fit.temperatures, fit.ece_before, fit.ece_after, strict=True), 1
+    ):
+        say(f"position {k}: temperature {t:.3f}, ECE of the survival {before:.2%} -> {after:.2%}")
+    for name, one in apart.items():
+        for k, (t, shift) in enumerate(zip(one.temperatures, one.shifts, strict=True), 1):
+            say(f"{name} requests, position {k}: temperature {t:.3f}, shift {shift:+.3f}")
     say(f"calibrate: {len(run.records)} blocks, accepted length {run.records.accepted_len:.2f}; wrote {out}")
     return 0
 
@@ -119,17 +121,26 @@ def fit_records(records: BlockRecords) -> StsFit:
     return fit_sts(records.confidence_logits, labels, known)
 
 
-def _fit_apart(records: BlockRecords) -> dict[str, StsFit]:
+def _fields(apart: dict[str, ScaledFit]) -> dict[str, list[float]]:
+    fields = {f"{name}_sts_temperatures": one.temperatures.tolist() for name, one in apart.items()}
+    return fields | {f"{name}_sts_shifts": one.shifts.tolist() for name, one in apart.items()}
+
+
+def _fit_apart(records: BlockRecords) -> dict[str, ScaledFit]:
     """Fit greedy and sampled blocks each by themselves, where there are enough of both."""
     greedy = records.source == _GREEDY_SOURCE
     parts = {"greedy": records.at(greedy), "sampled": records.at(~greedy)}
     if min(len(part) for part in parts.values()) < MIN_BLOCKS:
         return {}
-    return {name: fit_records(part) for name, part in parts.items()}
+    return {
+        name: fit_scaled(part.confidence_logits, part.accepted, part.verify_len)
+        for name, part in parts.items()
+        if part.confidence_logits is not None
+    }
 
 
-def load_temperatures(path: Path, *, block_size: int, greedy: bool) -> Array:
-    """Read the temperatures [G] of a calibration file; `temperatures` is read like `sts_temperatures`.
+def load_offline_fit(path: Path, *, block_size: int, greedy: bool) -> ScaledFit:
+    """Read temperatures and shifts [G] of a calibration file; `temperatures` is read like `sts_temperatures`.
 
     Arguments:
         greedy: those of greedy requests, else those of sampled ones; of both where the file has them together only.
@@ -141,10 +152,12 @@ def load_temperatures(path: Path, *, block_size: int, greedy: bool) -> Array:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    values = None
+    values, shifts = None, [0.0] * block_size
     if isinstance(raw, dict):
+        kind = "greedy" if greedy else "sampled"
         together = raw.get("sts_temperatures", raw.get("temperatures"))
-        values = raw.get(f"{'greedy' if greedy else 'sampled'}_sts_temperatures", together)
+        values = raw.get(f"{kind}_sts_temperatures", together)
+        shifts = raw.get(f"{kind}_sts_shifts", shifts)
     if (
         not isinstance(values, list)
         or len(values) != block_size
@@ -153,7 +166,13 @@ def load_temperatures(path: Path, *, block_size: int, greedy: bool) -> Array:
         raise CheckpointError(
             f"{path}: sts_temperatures must be {block_size} positive numbers, got {values!r}"
         )
-    return np.asarray(values, np.float64)
+    if (
+        not isinstance(shifts, list)
+        or len(shifts) != block_size
+        or not all(isinstance(v, int | float) for v in shifts)
+    ):
+        raise CheckpointError(f"{path}: sts_shifts must be {block_size} numbers, got {shifts!r}")
+    return ScaledFit(temperatures=np.asarray(values, np.float64), shifts=np.asarray(shifts, np.float64))
 
 
 def _held_out_prompts(folder: Path, target_hash: str) -> list[tuple[int, ...]]:

@@ -9,19 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from dspark.calibration.sts import ScaledFit
 from dspark.models.loading import load_target
 
 from dspark_build.block_records import Asked, BlockRecords, decode
-from dspark_build.calibrate import load_temperatures
+from dspark_build.calibrate import load_offline_fit
 from dspark_build.files import write_text
 from dspark_build.progress import say
 from dspark_build.prompt_files import read_prompts, tokenize_prompts
 
 __all__ = ["add_eval_arguments", "report", "run_eval"]
-
-Array = npt.NDArray[np.float64]
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +69,7 @@ def run_eval(args: argparse.Namespace) -> int:
         drafter_dtype=args.drafter_dtype,
         tell=say,
     )
-    temperatures = _temperatures(args, run.records.block_size)
+    fit = _offline_fit(args, run.records.block_size)
     content = {
         "target": args.target,
         "drafter": args.drafter,
@@ -82,10 +79,9 @@ def run_eval(args: argparse.Namespace) -> int:
         "num_prompts": len(asked),
         "num_failed": run.num_failed,
         "num_tokens": run.num_tokens,
-        "overall": report(run.records, temperatures),
+        "overall": report(run.records, fit),
         "sources": {
-            source: report(run.records.of(source), temperatures)
-            for source in sorted(set(run.records.source.tolist()))
+            source: report(run.records.of(source), fit) for source in sorted(set(run.records.source.tolist()))
         },
     }
     text = json.dumps(_finite(content), indent=None if args.json else 2)
@@ -93,7 +89,7 @@ def run_eval(args: argparse.Namespace) -> int:
         write_text(args.out / "report.json", json.dumps(_finite(content), indent=2) + "\n")
         from dspark_build.eval_plots import draw_all
 
-        for path in draw_all(args.out, run.records, temperatures):
+        for path in draw_all(args.out, run.records, fit):
             say(f"wrote {path}")
     if args.json:
         print(text)
@@ -102,10 +98,10 @@ def run_eval(args: argparse.Namespace) -> int:
     return 1 if run.num_failed else 0
 
 
-def report(records: BlockRecords, temperatures: Array | None) -> dict[str, Any]:
+def report(records: BlockRecords, fit: ScaledFit | None) -> dict[str, Any]:
     """Return the figures of some blocks as plain values."""
     raw = records.calibration(None)
-    calibrated = None if temperatures is None else records.calibration(temperatures)
+    calibrated = None if fit is None else records.calibration(fit)
     return {
         "num_steps": len(records),
         "accepted_len": records.accepted_len,
@@ -116,11 +112,11 @@ def report(records: BlockRecords, temperatures: Array | None) -> dict[str, Any]:
     }
 
 
-def _temperatures(args: argparse.Namespace, block_size: int) -> Array | None:
+def _offline_fit(args: argparse.Namespace, block_size: int) -> ScaledFit | None:
     path = args.calibration or Path(args.drafter) / "calibration.json"
     if args.calibration is None and not path.exists():
         return None
-    return load_temperatures(path, block_size=block_size, greedy=args.temperature == 0)
+    return load_offline_fit(path, block_size=block_size, greedy=args.temperature == 0)
 
 
 def _finite(value: Any) -> Any:

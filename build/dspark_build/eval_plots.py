@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from dspark.calibration.sts import reliability, survival, survival_labels
+from dspark.calibration.sts import ScaledFit, forecast_survival, reliability, survival_labels
 from dspark.errors import ConfigError
 
 from dspark_build.block_records import BlockRecords
@@ -16,7 +16,7 @@ __all__ = ["draw_all", "threshold_sweep"]
 Array = npt.NDArray[np.float64]
 
 
-def draw_all(folder: Path, records: BlockRecords, temperatures: Array | None) -> list[Path]:
+def draw_all(folder: Path, records: BlockRecords, fit: ScaledFit | None) -> list[Path]:
     """Draw every picture that the records allow; return their paths.
 
     Raises:
@@ -32,14 +32,12 @@ def draw_all(folder: Path, records: BlockRecords, temperatures: Array | None) ->
     folder.mkdir(parents=True, exist_ok=True)
     paths = [_draw_acceptance(folder / "acceptance_by_position.png", records)]
     if records.confidence_logits is not None:
-        paths.append(_draw_reliability(folder / "reliability.png", records, temperatures))
-        paths.append(_draw_sweep(folder / "threshold_sweep.png", records, temperatures))
+        paths.append(_draw_reliability(folder / "reliability.png", records, fit))
+        paths.append(_draw_sweep(folder / "threshold_sweep.png", records, fit))
     return paths
 
 
-def threshold_sweep(
-    records: BlockRecords, temperatures: Array | None, thresholds: Array
-) -> tuple[Array, Array]:
+def threshold_sweep(records: BlockRecords, fit: ScaledFit | None, thresholds: Array) -> tuple[Array, Array]:
     """Return mean verified drafts and mean accepted length if drafts with survival below a threshold were
     cut.
 
@@ -47,7 +45,7 @@ def threshold_sweep(
     target accepted of the full block says what would have been accepted of the cut one.
     """
     assert records.confidence_logits is not None, "a sweep needs confidences"
-    forecast = survival(records.confidence_logits, temperatures)  # falls along a block
+    forecast = forecast_survival(records.confidence_logits, fit)  # falls along a block
     verified = (forecast[:, :, None] >= thresholds[None, None, :]).sum(axis=1)  # [N, thresholds]
     accepted = np.minimum(verified, records.accepted[:, None])
     return verified.mean(axis=0), 1.0 + accepted.mean(axis=0)
@@ -74,7 +72,7 @@ def _draw_acceptance(path: Path, records: BlockRecords) -> Path:
     return path
 
 
-def _draw_reliability(path: Path, records: BlockRecords, temperatures: Array | None) -> Path:
+def _draw_reliability(path: Path, records: BlockRecords, fit: ScaledFit | None) -> Path:
     import matplotlib.pyplot as plt
 
     assert records.confidence_logits is not None, "a reliability diagram needs confidences"
@@ -82,9 +80,9 @@ def _draw_reliability(path: Path, records: BlockRecords, temperatures: Array | N
     figure, axes = plt.subplots(
         1, records.block_size, figsize=(2.6 * records.block_size, 3), constrained_layout=True, squeeze=False
     )
-    forecasts = [("raw", survival(records.confidence_logits))]
-    if temperatures is not None:
-        forecasts.append(("calibrated", survival(records.confidence_logits, temperatures)))
+    forecasts = [("raw", forecast_survival(records.confidence_logits, None))]
+    if fit is not None:
+        forecasts.append(("calibrated", forecast_survival(records.confidence_logits, fit)))
     for k, axis in enumerate(axes[0]):
         axis.plot([0, 1], [0, 1], color="grey", linewidth=1)
         for name, forecast in forecasts:
@@ -98,11 +96,11 @@ def _draw_reliability(path: Path, records: BlockRecords, temperatures: Array | N
     return path
 
 
-def _draw_sweep(path: Path, records: BlockRecords, temperatures: Array | None) -> Path:
+def _draw_sweep(path: Path, records: BlockRecords, fit: ScaledFit | None) -> Path:
     import matplotlib.pyplot as plt
 
     thresholds = np.linspace(0.0, 1.0, 101)
-    verified, accepted_len = threshold_sweep(records, temperatures, thresholds)
+    verified, accepted_len = threshold_sweep(records, fit, thresholds)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     axes[0].plot(thresholds, accepted_len, label="accepted length")
     axes[0].plot(thresholds, 1.0 + verified, label="rows verified")

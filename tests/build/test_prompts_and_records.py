@@ -10,7 +10,7 @@ import pytest
 from dspark.errors import CheckpointError, ConfigError
 from dspark.request import StepRecord
 from dspark_build.block_records import collect_steps
-from dspark_build.calibrate import fit_records, load_temperatures
+from dspark_build.calibrate import fit_records, load_offline_fit
 from dspark_build.cli import main
 from dspark_build.drafter_init import choose_draft_vocab
 from dspark_build.eval_plots import threshold_sweep
@@ -19,6 +19,7 @@ from dspark_build.prompt_files import Prompt, read_prompts, without
 from dspark_build.prompts import KINDS, generate_prompts
 
 EVAL = Path(__file__).parents[2] / "clients" / "prompts" / "eval.jsonl"
+CALIBRATION = EVAL.with_name("calibration.jsonl")
 
 
 def test_eval_prompts_are_twenty_of_each_kind_and_none_is_generated():
@@ -108,28 +109,43 @@ def test_calibration_needs_confidences_and_enough_blocks():
         fit_records(collect_steps([("a", [step(1, confidence=None)] * 300)], block_size=3))
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"sts_temperatures": [1, 2]}', '{"temperatures": [1, 0, 2]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"sts_temperatures": [1, 2]}',
+        '{"temperatures": [1, 0, 2]}',
+        '{"temperatures": [1, 1, 2], "greedy_sts_shifts": [0]}',
+    ],
+)
 def test_calibration_files_that_do_not_fit_are_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError):
-        load_temperatures(tmp_path / "c.json", block_size=3, greedy=True)
+        load_offline_fit(tmp_path / "c.json", block_size=3, greedy=True)
 
 
 def test_temperatures_are_read_under_either_key(tmp_path):
     for key in ("sts_temperatures", "temperatures"):
         (tmp_path / "c.json").write_text(f'{{"{key}": [1.0, 2, 0.5]}}', encoding="utf-8")
         for greedy in (True, False):
-            found = load_temperatures(tmp_path / "c.json", block_size=3, greedy=greedy)
-            assert found.tolist() == [1.0, 2.0, 0.5]
+            found = load_offline_fit(tmp_path / "c.json", block_size=3, greedy=greedy)
+            assert found.temperatures.tolist() == [1.0, 2.0, 0.5] and found.shifts.tolist() == [0.0] * 3
+
+
+def test_prompts_of_calibration_are_not_those_of_eval():
+    evaluated, fitted = (read_prompts([path]) for path in (EVAL, CALIBRATION))
+    assert {p.source for p in fitted} == {p.source for p in evaluated}
+    texts = [{" ".join(p.turns).lower() for p in prompts} for prompts in (evaluated, fitted)]
+    assert len(texts[1]) == len(fitted) and not texts[0] & texts[1]
 
 
 def test_greedy_requests_have_their_own_temperatures(tmp_path):
-    text = (
-        '{"sts_temperatures": [1, 1], "greedy_sts_temperatures": [2, 1], "sampled_sts_temperatures": [1, 2]}'
-    )
+    text = '{"sts_temperatures": [1, 1], "greedy_sts_temperatures": [2, 1], "greedy_sts_shifts": [0.5, -1]}'
     (tmp_path / "c.json").write_text(text, encoding="utf-8")
-    found = [load_temperatures(tmp_path / "c.json", block_size=2, greedy=g).tolist() for g in (True, False)]
-    assert found == [[2.0, 1.0], [1.0, 2.0]]
+    greedy, sampled = (load_offline_fit(tmp_path / "c.json", block_size=2, greedy=g) for g in (True, False))
+    assert greedy.temperatures.tolist() == [2.0, 1.0] and greedy.shifts.tolist() == [0.5, -1.0]
+    assert sampled.temperatures.tolist() == [1.0, 1.0] and sampled.shifts.tolist() == [0.0, 0.0]
 
 
 def test_help_names_every_command_and_an_unknown_one_is_refused(capsys):

@@ -300,21 +300,24 @@ def test_greedy_requests_start_from_their_own_offline_fit(tmp_path: Path) -> Non
         "sts_temperatures": [9.0, 9.0],
         "greedy_sts_temperatures": [1.0, 0.5],
         "sampled_sts_temperatures": [2.0, 4.0],
+        "greedy_sts_shifts": [0.3, -0.2],
     }
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(content))
     fit = load_calibrator(path, block_size=2, drafter_hash="d1", target_hash="t1")
     logits, kinds = np.full((3, 2), 1.0, np.float32), np.arange(3)  # greedy, sampled, coupled
-    wanted = 1 / (1 + np.exp(-1.0 / np.array([[1.0, 0.5], [2.0, 4.0], [2.0, 4.0]])))
+    x = 1.0 / np.array([[1.0, 0.5], [2.0, 4.0], [2.0, 4.0]]) + np.array([[0.3, -0.2], [0, 0], [0, 0]])
+    wanted = 1 / (1 + np.exp(-x))
     again = OnlineCalibrator.restore(fit.state(), block_size=2)
     for calibrator in (fit, again):
         np.testing.assert_allclose(calibrator.confidence(logits, sampled=kinds), wanted, rtol=1e-12)
         for row in range(3):
             one = calibrator.confidence_of_one([1.0, 1.0], sampled=row)
             np.testing.assert_allclose(one, wanted[row], rtol=1e-12)
-    path.write_text(json.dumps({**content, "greedy_sts_temperatures": [1.0]}))
-    with pytest.raises(ConfigError, match="greedy_temperatures"):
-        load_calibrator(path, block_size=2, drafter_hash="d1", target_hash="t1")
+    for field in ("greedy_sts_temperatures", "greedy_sts_shifts"):
+        path.write_text(json.dumps({**content, field: [1.0]}))
+        with pytest.raises(ConfigError, match=field.replace("sts_", "")):
+            load_calibrator(path, block_size=2, drafter_hash="d1", target_hash="t1")
 
 
 def test_kinds_differ_enough_to_matter() -> None:

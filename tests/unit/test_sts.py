@@ -9,7 +9,9 @@ from dspark.calibration.sts import (
     brier,
     ece,
     ece_of_perfect,
+    fit_scaled,
     fit_sts,
+    forecast_survival,
     reliability,
     survival,
     survival_labels,
@@ -135,3 +137,19 @@ def test_true_forecasts_show_the_error_that_is_told_of_them():
         p = rng.random(size)
         drawn = [ece(p, rng.random(size) < p) for _ in range(60)]
         assert ece_of_perfect(p) == pytest.approx(np.mean(drawn), rel=0.12)
+
+
+def test_a_scaled_fit_finds_temperature_and_shift_of_cut_off_blocks():
+    rng = np.random.default_rng(5)
+    z = rng.normal(0.5, 1.5, (30_000, 3))
+    temperatures, shifts = np.array([2.0, 1.0, 0.7]), np.array([-0.6, 0.0, 0.4])
+    hits = rng.random(z.shape) < 1.0 / (1.0 + np.exp(-(z / temperatures + shifts)))
+    accepted = np.cumprod(hits, axis=1).sum(axis=1)
+    verify_len = rng.integers(1, 4, len(z))
+    fit = fit_scaled(z, np.minimum(accepted, verify_len), verify_len)
+    np.testing.assert_allclose(fit.temperatures, temperatures, rtol=0.1)
+    np.testing.assert_allclose(fit.shifts, shifts, atol=0.08)
+    forecast = forecast_survival(z, fit)
+    assert ece(forecast[:, 2], accepted >= 3) < 0.01 < ece(survival(z)[:, 2], accepted >= 3)
+    few = fit_scaled(z[:5], np.minimum(accepted, verify_len)[:5], verify_len[:5])
+    assert np.all(few.temperatures > 0) and np.all(np.abs(few.shifts) < 0.5)

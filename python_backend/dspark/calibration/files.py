@@ -53,6 +53,8 @@ def load_calibrator(
             block_size=block_size,
             temperatures=content.get("sampled_sts_temperatures", drawn),
             greedy_temperatures=content.get("greedy_sts_temperatures", drawn),
+            shifts=content.get("sampled_sts_shifts"),
+            greedy_shifts=content.get("greedy_sts_shifts"),
         )
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"{offline}: sts_temperatures: {error}") from error

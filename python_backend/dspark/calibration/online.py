@@ -3,7 +3,7 @@
 One map per draft position, and apart for requests that are greedy, judged by rejection, or coupled to their seed: under
 each of the three rules the same draft is accepted with another probability.
 
-    x = z / T_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
+    x = z / T_k + s_k,    c_k = sigmoid(-a * softplus(-x) + b * softplus(x) + d),    a, b > 0
 
 With a = b = 1 and d = 0 this is the offline fit (sequential temperature scaling, greedy requests by themselves); a and
 b bend the two ends, so the map stays monotone in the logit whatever is learnt. The three numbers are the most likely
@@ -52,6 +52,7 @@ class OnlineCalibrator:
         block_size: G.
         temperatures: [G] of the offline fit; None = 1 everywhere.
         greedy_temperatures: [G] of the offline fit of greedy requests; None = `temperatures`.
+        shifts, greedy_shifts: [G] s_k of the same fits; None = 0.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class OnlineCalibrator:
         block_size: int,
         temperatures: Sequence[float] | None = None,
         greedy_temperatures: Sequence[float] | None = None,
+        shifts: Sequence[float] | None = None,
+        greedy_shifts: Sequence[float] | None = None,
     ) -> None:
         self.block_size = block_size
         drawn = _checked("temperatures", temperatures, block_size)
@@ -68,12 +71,16 @@ class OnlineCalibrator:
             greedy = _checked("greedy_temperatures", greedy_temperatures, block_size)
         self.temperatures, self.greedy_temperatures = drawn, greedy
         self._scale = 1.0 / np.stack([greedy, drawn, drawn])  # [3, G]
+        of_drawn = _checked_shifts("shifts", shifts, block_size)
+        self._shift = np.stack(
+            [_checked_shifts("greedy_shifts", greedy_shifts, block_size), of_drawn, of_drawn]
+        )
         self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
         self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [3, 1, 3]
         self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [3, G, 3]
         self._plain: dict[
-            int, list[tuple[float, float, float, float]]
-        ] = {}  # mode -> scale, a, b, d of positions
+            int, list[tuple[float, float, float, float, float]]
+        ] = {}  # mode -> scale, shift, a, b, d of positions
         self._silence = np.zeros(block_size, np.int64)  # steps since the last label
         self._first_row = 0
         self._num_steps = 0
@@ -99,14 +106,14 @@ class OnlineCalibrator:
         mode = self._plain.get(sampled)
         if mode is None:
             params = self._params[int(sampled)].tolist()
-            scale_of_mode = self._scale[int(sampled)].tolist()
-            mode = [(t, a, b, d) for t, (a, b, d) in zip(scale_of_mode, params, strict=True)]
+            start = zip(self._scale[int(sampled)].tolist(), self._shift[int(sampled)].tolist(), strict=True)
+            mode = [(*line, *bend) for line, bend in zip(start, params, strict=True)]
             self._plain[sampled] = mode
         out = []
-        for logit, (scale, a, b, d) in zip(logits, mode, strict=False):
+        for logit, (scale, shift, a, b, d) in zip(logits, mode, strict=False):
             if not -math.inf < logit < math.inf:
                 break
-            x = min(max(logit * scale, -_FARTHEST), _FARTHEST)
+            x = min(max(logit * scale + shift, -_FARTHEST), _FARTHEST)
             high = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
             out.append(1.0 / (1.0 + math.exp(a * (high - x) - b * high - d)))
         return out
@@ -183,8 +190,8 @@ class OnlineCalibrator:
             position, row = np.nonzero(mine.T)
             if not len(position):
                 continue
-            scale = self._scale[mode, position]
-            low, high = self._features_at(logits[row, position].astype(np.float64) * scale)
+            x = logits[row, position].astype(np.float64) * self._scale[mode, position]
+            low, high = self._features_at(x + self._shift[mode, position])
             label = labels[row, position]
             params = self._params[mode][position]
             score = params[:, 1] * high - params[:, 0] * low + params[:, 2]
@@ -218,7 +225,9 @@ class OnlineCalibrator:
     def _features(self, logits: Float32, sampled: Kinds) -> tuple[Float64, Float64]:
         x = logits.astype(np.float64)
         x[~np.isfinite(x)] = np.nan
-        return self._features_at(x * self._of_rows(self._scale, sampled))
+        return self._features_at(
+            x * self._of_rows(self._scale, sampled) + self._of_rows(self._shift, sampled)
+        )
 
     @staticmethod
     def _features_at(x: Float64) -> tuple[Float64, Float64]:
@@ -242,6 +251,8 @@ class OnlineCalibrator:
             "block_size": self.block_size,
             "temperatures": self.temperatures.tolist(),
             "greedy_temperatures": self.greedy_temperatures.tolist(),
+            "shifts": self._shift[1].tolist(),
+            "greedy_shifts": self._shift[0].tolist(),
             "num_drifts": self.num_drifts,
             "common": self._common[:, 0].tolist(),
             "modes": {
@@ -273,6 +284,8 @@ class OnlineCalibrator:
                 block_size=block_size,
                 temperatures=state["temperatures"],
                 greedy_temperatures=state.get("greedy_temperatures"),
+                shifts=state.get("shifts"),
+                greedy_shifts=state.get("greedy_shifts"),
             )
             calibrator.num_drifts = int(state["num_drifts"])
             names = [
@@ -293,6 +306,15 @@ def _checked(name: str, temperatures: Sequence[float] | None, block_size: int) -
     if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > 0.0):
         raise ConfigError(
             f"{name}: got {np.asarray(temperatures).tolist()!r}, allowed are {block_size} finite numbers > 0"
+        )
+    return given
+
+
+def _checked_shifts(name: str, shifts: Sequence[float] | None, block_size: int) -> Float64:
+    given = np.zeros(block_size) if shifts is None else np.asarray(shifts, np.float64)
+    if given.shape != (block_size,) or not np.all(np.isfinite(given)):
+        raise ConfigError(
+            f"{name}: got {np.asarray(shifts).tolist()!r}, allowed are {block_size} finite numbers"
         )
     return given
 

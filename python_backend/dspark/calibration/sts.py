@@ -15,12 +15,15 @@ from dspark.errors import ConfigError
 
 __all__ = [
     "ReliabilityBins",
+    "ScaledFit",
     "StsFit",
     "auc",
     "brier",
     "ece",
     "ece_of_perfect",
+    "fit_scaled",
     "fit_sts",
+    "forecast_survival",
     "reliability",
     "survival",
     "survival_labels",
@@ -193,6 +196,57 @@ def fit_sts(
         ece_after=after,
         num_samples=seen.sum(axis=0).astype(np.int64),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledFit:
+    """A temperature and a shift for each position, c_k = sigmoid(z_k / T_k + s_k)."""
+
+    temperatures: Float64  # [G]
+    shifts: Float64  # [G]
+
+
+def fit_scaled(logits: npt.ArrayLike, accepted: npt.ArrayLike, verify_len: npt.ArrayLike) -> ScaledFit:
+    """Fit P(x_k accepted | x_1..x_{k-1} accepted, z_k) at every position by maximum likelihood.
+
+    A temperature alone leaves a confidence of 0.5 where it is; a drafter that meets easier or harder text than its
+    confidence head did is off there too. The slope 1 / T stays above 0, so the order of confidences stays.
+
+    Arguments:
+        logits: [N, G], finite.
+        accepted, verify_len: [N] as for `survival_labels`.
+    """
+    z = np.asarray(logits, np.float64)
+    labels, known = survival_labels(accepted, verify_len, z.shape[1])
+    reached = known & np.concatenate([np.ones_like(labels[:, :1]), labels[:, :-1]], axis=1)
+    slopes, shifts = np.transpose([_logistic_line(z[at, k], labels[at, k]) for k, at in enumerate(reached.T)])
+    return ScaledFit(temperatures=1.0 / slopes, shifts=shifts)
+
+
+def forecast_survival(logits: npt.ArrayLike, fit: ScaledFit | None) -> Float64:
+    """Return a_k = prod_{i <= k} sigmoid(z_i / T_i + s_i) [N, G] for logits [N, G]; None: T = 1, s = 0."""
+    z = np.asarray(logits, np.float64)
+    return survival(z if fit is None else z / fit.temperatures + fit.shifts)
+
+
+_LINE_PRIOR, _LINE_LABELS = np.array([1.0, 0.0]), 30.0  # no change, worth so many labels
+
+
+def _logistic_line(z: Float64, hit: Bool) -> Float64:
+    """Return slope and shift [2] of the most likely sigmoid(slope z + shift)."""
+    x = np.stack([z, np.ones_like(z)], axis=1)
+    line = _LINE_PRIOR
+    p = _sigmoid(x @ line)
+    held = _LINE_LABELS * (0.05 * np.eye(2) + (x * (p * (1.0 - p))[:, None]).T @ x / max(len(z), 1))
+    for _ in range(30):
+        p = _sigmoid(x @ line)
+        gradient = x.T @ (hit - p) - held @ (line - _LINE_PRIOR)
+        step = np.linalg.solve((x * (p * (1.0 - p))[:, None]).T @ x + held, gradient)
+        step *= min(1.0, 1.0 / max(float(np.abs(step).max()), 1e-12))
+        line = np.array([max(line[0] + step[0], 0.05), line[1] + step[1]])
+        if float(np.abs(step).max()) < 1e-8:
+            break
+    return line
 
 
 def _sigmoid(z: Float64) -> Float64:
