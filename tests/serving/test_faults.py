@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from dspark.serving.contract import UNBATCHED_MODEL_NAME
 from support.malformed import damage_message, malformed_parameters, malformed_tensors
 from support.raw_stream import RawChannel, ids_of
 from support.server import CONTEXT_LEN, Ask, ask, command, server_process, until, until_idle
@@ -166,14 +167,43 @@ def closed_channel(server):
         next(channel.stream(text_input="x", **LONG))
 
 
-def closed_connection(server):
+def closed_connection(server, model="dspark"):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    connection.request("POST", "/v2/models/dspark/generate_stream", json.dumps({"text_input": "x", **LONG}))
+    connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps({"text_input": "x", **LONG}))
     until(lambda: command(server, "stats")["num_running"] == 1)
     connection.close()
 
 
-@pytest.mark.parametrize("leave", [killed_client, closed_channel, closed_connection])
+def closed_connection_of_vllms_client(server):
+    closed_connection(server, UNBATCHED_MODEL_NAME)
+
+
+def cancelled_stream_of_vllms_client(server):
+    asked = Ask(server, model=UNBATCHED_MODEL_NAME, text_input="x", **LONG)
+    asked.next()
+    asked.cancel()
+
+
+def cancelled_wait_of_vllms_client(server):
+    """It has had no response yet."""
+    command(server, "hold")
+    asked = Ask(server, model=UNBATCHED_MODEL_NAME, text_input="x", **LONG)
+    until(lambda: command(server, "stats")["open"] == 1)
+    asked.cancel()
+    command(server, "slow")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        killed_client,
+        closed_channel,
+        closed_connection,
+        closed_connection_of_vllms_client,
+        cancelled_stream_of_vllms_client,
+        cancelled_wait_of_vllms_client,
+    ],
+)
 def test_a_client_that_goes_away_gives_its_pages_back(server, leave):
     cancelled = command(server, "slow")["num_cancelled"]
     leave(server)

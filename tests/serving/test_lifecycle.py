@@ -23,6 +23,7 @@ from support.server import (
     children,
     command,
     is_running,
+    model_process,
     server_process,
     shared_memory,
     until,
@@ -125,7 +126,7 @@ def test_a_model_process_that_does_not_notice_its_servers_end_is_killed_with_it(
     """Such as one that waits for the dead server's answer and lets no other thread run."""
     server = server_process(repository)
     with server:
-        (model,) = children(server.pid)
+        model = model_process(server.pid)
         os.kill(model, signal.SIGSTOP)  # it notices nothing
         os.kill(server.pid, signal.SIGKILL)
         until(lambda: server.poll() is not None)
@@ -284,7 +285,7 @@ def test_a_reload_loses_no_running_stream(repository, tmp_path):
     shutil.copytree(repository, folder)
     with server_process(folder) as server:
         alone = ask(server, text_input="number 0", temperature=0.0, ignore_eos=True, max_tokens=100)
-        (old,) = psutil.Process(server.pid).children()
+        old = psutil.Process(model_process(server.pid))
         command(server, "slow")
         running = [
             Ask(server, text_input="number 0", **{**LONG, "max_tokens": 100}),
@@ -297,7 +298,7 @@ def test_a_reload_loses_no_running_stream(repository, tmp_path):
             loading = pool.submit(server._http, "/v2/repository/models/dspark/load", body={}, timeout_s=60)
             assert loading.result(60) is not None
         assert old.is_running(), "its streams are not at their end"
-        (new,) = [child for child in psutil.Process(server.pid).children() if child != old]
+        new = psutil.Process(model_process(server.pid, but=old.pid))
         assert command(server, "stats")["num_running"] == 0, "the new model answers"
         assert ask(server, text_input="x", max_tokens=3).error is None
         running.pop().cancel()

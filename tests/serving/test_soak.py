@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.malformed import malformed_tensors
 from support.raw_stream import RawChannel, ids_of
-from support.server import command, server_process, shared_memory, until_idle
+from support.server import command, model_process, server_process, shared_memory, until_idle
 
 pytestmark = pytest.mark.server
 
@@ -49,7 +49,7 @@ def fill_word_cache(server):
 
 def footprint(server):
     """Return bytes: resident memory of server and model process, and shared memory."""
-    pids = {"server": server.pid, "model": psutil.Process(server.pid).children()[0].pid}
+    pids = {"server": server.pid, "model": model_process(server.pid)}
     figures = {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
     figures["shared"] = sum(region.stat().st_blocks * 512 for region in shared_memory(server.pid))
     return figures

@@ -12,17 +12,9 @@ from types import SimpleNamespace
 import pytest
 from dspark.errors import EngineError
 from dspark.serving.supervisor import Supervisor
-from support.server import Ask, Serve, ask, children, command, is_running, until
+from support.server import Ask, Serve, ask, command, command_line, is_running, model_process, until
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 3000, "stream": True}
-
-
-def model_process(server_pid):
-    """Return the stub, by the name that Triton gives it."""
-    for pid in children(server_pid):
-        if b"triton_python_backend_stub" in b"".join(command_line(pid)[:1]):
-            return pid
-    raise AssertionError("no stub")
 
 
 @pytest.mark.server
@@ -88,14 +80,6 @@ def assert_cut_short(connection, response):
     connection.close()
     last = cut.value.partial.decode().strip().rpartition("data: ")[2]
     assert json.loads(last)["error"]["code"] == "unavailable", last
-
-
-def command_line(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:  # it has ended meanwhile
-        return []
 
 
 def is_triton(pid):

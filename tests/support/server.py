@@ -20,6 +20,7 @@ import psutil
 import tritonclient.grpc as grpc_client
 from dspark.serving.contract import (
     INPUTS_BY_NAME,
+    MODEL_NAME,
     UNBATCHED_MODEL_NAME,
     config_pbtxt,
     unbatched_config_pbtxt,
@@ -30,6 +31,7 @@ from dspark.serving.watch import RUN_DIR_VARIABLE
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import write_tiny_target
 
+ROOT = Path(__file__).parents[2]
 CONTEXT_LEN = 4096
 SETTINGS: dict[str, object] = {
     "drafter": "auto",
@@ -50,6 +52,9 @@ def make_repository(folder: Path) -> Path:
     unbatched = folder / "repository" / UNBATCHED_MODEL_NAME
     (unbatched / "1").mkdir(parents=True)
     (unbatched / "config.pbtxt").write_text(unbatched_config_pbtxt())
+    shutil.copy(
+        ROOT / "model_repository" / UNBATCHED_MODEL_NAME / "1" / "model.py", unbatched / "1" / "model.py"
+    )
     write_good_drafter(version / "drafter", target)  # what `auto` finds
     lines = [f"{name}: {value}" for name, value in {"target": target, **SETTINGS}.items()]
     (version / "model.yaml").write_text("\n".join(lines) + "\n")
@@ -91,6 +96,7 @@ class Ask:
         *,
         request_id: str = "",
         parameters: dict[str, Any] | None = None,
+        model: str = MODEL_NAME,
         **inputs: Any,
     ) -> None:
         self.reply = Reply()
@@ -100,8 +106,8 @@ class Ask:
             lambda result, error: self._received.put((result, error)), stream_timeout=60
         )
         self._client.async_stream_infer(
-            "dspark",
-            [tensor(name, value) for name, value in inputs.items()],
+            model,
+            [tensor(name, value, batched=model == MODEL_NAME) for name, value in inputs.items()],
             request_id=request_id,
             parameters=parameters,
             enable_empty_final_response=True,
@@ -142,8 +148,8 @@ def ask(server: ServerProcess, **inputs: Any) -> Reply:
     return Ask(server, **inputs).wait()
 
 
-def tensor(name: str, value: Any) -> Any:
-    """Make an input from a Python value; an array is sent as it is."""
+def tensor(name: str, value: Any, *, batched: bool = True) -> Any:
+    """Make an input from a Python value, [1, n] or, where it is not `batched`, [n]; an array is sent as it is."""
     spec = INPUTS_BY_NAME[name]
     wire_type = "BYTES" if spec.wire_type == "STRING" else spec.wire_type
     if not isinstance(value, np.ndarray):
@@ -152,7 +158,7 @@ def tensor(name: str, value: Any) -> Any:
             wire_type, np.int32
         )
         raw = [v.encode() if isinstance(v, str) else v for v in values] if wire_type == "BYTES" else values
-        value = np.array([raw], dtype=dtype)
+        value = np.array([raw] if batched else raw, dtype=dtype)
     made = grpc_client.InferInput(name, list(value.shape), wire_type)
     made.set_data_from_numpy(value)
     return made
@@ -263,6 +269,28 @@ def children(pid: int) -> list[int]:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
     found = [child for child, parent in parents.items() if parent == pid]
     return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def command_line(pid: int) -> list[bytes]:
+    """Return the words that a process was started with."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile
+        return []
+
+
+def model_process(server_pid: int, *, but: int | None = None, model: str = MODEL_NAME) -> int:
+    """Return the stub of a model, by what Triton tells it.
+
+    Arguments:
+        but: the process of the same model that is meant to go.
+    """
+    for pid in children(server_pid):
+        words = command_line(pid)
+        stub = words and b"triton_python_backend_stub" in words[0]
+        if stub and pid != but and any(f"/{model}/1/".encode() in word for word in words[1:]):
+            return pid
+    raise AssertionError(f"no stub of {model}")
 
 
 def shared_memory(pid: int) -> list[Path]:

@@ -50,16 +50,13 @@ def test_triton_itself_reads_the_config():
     assert all(entry.optional for entry in config.input)
 
 
-def test_the_model_without_a_batch_dimension_hands_everything_on():
+def test_the_model_without_a_batch_dimension_declares_the_same():
     text_format = pytest.importorskip("google.protobuf.text_format")
     model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     config = text_format.Parse(unbatched_config_pbtxt(), model_config.ModelConfig())
-    (step,) = config.ensemble_scheduling.step
-    assert config.max_batch_size == 0 and step.model_name == "dspark"
-    inputs = {spec.name for spec in INPUTS} - {"logprobs"}  # one tensor cannot have two types
-    assert dict(step.input_map) == {name: name for name in inputs}
-    assert {entry.name for entry in config.input if entry.optional} == inputs
-    assert dict(step.output_map) == {spec.name: spec.name for spec in OUTPUTS}
+    batched = text_format.Parse(config_pbtxt(), model_config.ModelConfig())
+    assert config.max_batch_size == 0 and config.model_transaction_policy.decoupled
+    assert config.input == batched.input and config.output == batched.output
 
 
 def test_sampling_parameters_are_all_on_the_wire():

@@ -45,7 +45,7 @@ def triton_model(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_pb_utils)
     monkeypatch.delitem(sys.modules, "dspark.serving.triton_model", raising=False)
     module = importlib.import_module("dspark.serving.triton_model")
-    monkeypatch.setattr(module, "watch_parents", lambda _run_dir, _served: None)
+    monkeypatch.setattr(module, "watch_parents", lambda _run_dir, _served, **_named: None)
     yield module
     sys.modules.pop("dspark.serving.triton_model", None)
 

@@ -278,7 +278,7 @@ def test_the_triton_model_streams_and_cancels(
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_pb_utils)
     monkeypatch.delitem(sys.modules, "dspark.serving.triton_model", raising=False)
     module = importlib.import_module("dspark.serving.triton_model")
-    monkeypatch.setattr(module, "watch_parents", lambda _run_dir, _served: None)
+    monkeypatch.setattr(module, "watch_parents", lambda _run_dir, _served, **_named: None)
     monkeypatch.delitem(sys.modules, "dspark.serving.triton_model")
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.yaml").write_text(

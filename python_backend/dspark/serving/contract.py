@@ -176,37 +176,31 @@ _UNBATCHED_HEADER = """\
 # Made from dspark/serving/contract.py; a test holds the two together. Regenerate with
 #   python -m dspark.serving.contract {name} > model_repository/{name}/config.pbtxt
 #
-# The same model for clients that send no batch dimension, as vLLM's do: `[1]` instead of `[1, 1]`. Triton's own
-# scheduler adds the dimension and hands the request on inside the server; there is no process here and no code.
-# An ensemble knows one tensor by one name, so the input `logprobs` is left out for the output of that name: send
-# it as a parameter.
+# The same model for clients that send no batch dimension, as vLLM's do: `[1]` instead of `[1, 1]`. A small process
+# adds the dimension, hands the request to the model `{served}`, and tells it when the client has gone.
 name: "{name}"
-platform: "ensemble"
+backend: "python"
 max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+instance_group [ {{ count: 1, kind: KIND_CPU }} ]
 """
 
 
 def config_pbtxt() -> str:
     """Return the text of model_repository/dspark/config.pbtxt."""
-    return _HEADER.format(name=MODEL_NAME) + "\n" + _tensors_pbtxt(INPUTS)
+    return _HEADER.format(name=MODEL_NAME) + "\n" + _tensors_pbtxt()
 
 
 def unbatched_config_pbtxt() -> str:
     """Return the text of model_repository/vllm_model/config.pbtxt."""
-    outputs = {spec.name for spec in OUTPUTS}
-    inputs = tuple(spec for spec in INPUTS if spec.name not in outputs)
-    maps = [f'    input_map {{ key: "{spec.name}", value: "{spec.name}" }}' for spec in inputs]
-    maps += [f'    output_map {{ key: "{spec.name}", value: "{spec.name}" }}' for spec in OUTPUTS]
-    step = [f'    model_name: "{MODEL_NAME}"', "    model_version: -1", *maps]
-    scheduling = ["ensemble_scheduling {", "  step [ {", *step, "  } ]", "}"]
-    header = _UNBATCHED_HEADER.format(name=UNBATCHED_MODEL_NAME)
-    return header + "\n" + _tensors_pbtxt(inputs) + "\n".join(scheduling) + "\n"
+    header = _UNBATCHED_HEADER.format(name=UNBATCHED_MODEL_NAME, served=MODEL_NAME)
+    return header + "\n" + _tensors_pbtxt()
 
 
-def _tensors_pbtxt(inputs: tuple[InputSpec, ...]) -> str:
-    """Return the declarations of these inputs and of all outputs."""
+def _tensors_pbtxt() -> str:
+    """Return the declarations of all inputs and outputs."""
     lines = []
-    for kind, specs in (("input", inputs), ("output", OUTPUTS)):
+    for kind, specs in (("input", INPUTS), ("output", OUTPUTS)):
         lines.append(f"{kind} [")
         entries = []
         for spec in specs:

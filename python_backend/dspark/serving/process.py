@@ -161,6 +161,7 @@ class ServerProcess:
         )
         run_root = state_dir() / "run"
         run_root.mkdir(parents=True, exist_ok=True)
+        RunDir.sweep(run_root)
         path = Path(tempfile.mkdtemp(prefix="server-", dir=run_root))
         self._run_dir = RunDir.create(path, overrides=self.settings)
         self.log_path = self.options.log_file or state_dir() / "logs" / f"tritonserver-{self.grpc_port}.log"

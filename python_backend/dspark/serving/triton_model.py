@@ -1,6 +1,7 @@
 """The Triton model. The only file that imports Triton's Python backend.
 
-`execute` parses and submits, and returns at once; answers leave through the outbox as the engine makes them.
+`execute` parses and submits, and returns at once; answers leave through the outbox as the engine makes them. Requests
+to the model `vllm_model` come in by the `door`, and are the same from there on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dspark.request import Request, RequestOutput
 from dspark.runtime import Runtime, load_runtime
 from dspark.sampling.grammar import GrammarCompiler
 from dspark.serving.checks import load_checked_config
+from dspark.serving.door import Door, HandedRequest, door_path
 from dspark.serving.guides import GuideDesk
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
@@ -76,7 +78,7 @@ class TritonPythonModel:
         _log_to_triton()
         run_dir = self._run_dir = RunDir.of_environment()
         self._runtime: Runtime | None = None
-        watch_parents(run_dir, self)
+        watch_parents(run_dir, self, name="serving")
         try:
             overrides = _parameters_of_config(args["model_config"])
             overrides.update({} if run_dir is None else run_dir.overrides)
@@ -105,6 +107,7 @@ class TritonPythonModel:
         self._max_request_s = config.max_request_ms / 1e3
         self._runtime = runtime
         self._stopping = threading.Event()
+        self._door = Door(door_path(os.getppid()), lambda request: self.execute([request]))
         _set_loaded_apart()
         threading.Thread(target=_sweep, args=(self._stopping,), name="dspark-sweep", daemon=True).start()
         _log.info("ready (process %d)", os.getpid())
@@ -112,7 +115,8 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Parse and submit; every failure becomes that request's own answer."""
         for request in requests:
-            stream = self._outbox.open(TritonSender(request), client_id=request.request_id())
+            sender = request if isinstance(request, HandedRequest) else TritonSender(request)
+            stream = self._outbox.open(sender, client_id=request.request_id())
             try:
                 self._submit(request, stream)
             except Exception as error:
@@ -121,9 +125,10 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Let running requests end, fail the rest, stop the engine."""
         if self._run_dir is not None:
-            self._run_dir.model_ends()
+            self._run_dir.process_ends("serving")
         if self._runtime is None:
             return
+        self._door.close()
         self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
         self._runtime.engine.close()
         self._outbox.close()

@@ -28,6 +28,8 @@ __all__ = ["RUN_DIR_VARIABLE", "RunDir", "Served", "watch_parents"]
 RUN_DIR_VARIABLE: Final = "_DSPARK_RUN_DIR"
 _INTERVAL_S: Final = 0.2
 _GRACE_S: Final = 5.0
+_STALE_S: Final = 60.0
+_PROCESS: Final = "process."  # start of the names of files that say who runs
 
 _log = logging.getLogger("dspark.serving")
 
@@ -89,6 +91,20 @@ class RunDir:
             overrides=content["overrides"],
         )
 
+    @classmethod
+    def sweep(cls, root: Path) -> None:
+        """Remove what launchers left that were killed together with their servers, shared memory included.
+
+        A folder that has just been made is left alone: its launcher may be about to write into it, and a server whose
+        launcher has gone may be about to end.
+        """
+        for path in root.iterdir():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                content = json.loads((path / "run.json").read_text())
+                old = time.time() - path.stat().st_mtime > _STALE_S
+                if old and _started(content["pid"]) != content["started"]:
+                    cls(path=path, launcher_pid=0, launcher_started="").remove()
+
     @property
     def launcher_lives(self) -> bool:
         return _started(self.launcher_pid) == self.launcher_started
@@ -100,34 +116,28 @@ class RunDir:
     def was_said(self, word: str) -> bool:
         return (self.path / word).exists()
 
-    def model_begins(self) -> None:
-        """Write down that this process is the model's."""
+    def process_begins(self, name: str) -> None:
+        """Write down that this process is the one of a model."""
         pid = os.getpid()
-        fresh = self.path / f"model.{pid}"
+        fresh = self.path / f"new.{pid}"
         with contextlib.suppress(FileNotFoundError):  # the launcher has cleaned up
             fresh.write_text(json.dumps({"pid": pid, "started": _started(pid)}))
-            os.replace(fresh, self.path / "model")
+            os.replace(fresh, self.path / f"{_PROCESS}{name}")
 
-    def model_ends(self) -> None:
+    def process_ends(self, name: str) -> None:
         """Say that this process ends as it should."""
+        path = self.path / f"{_PROCESS}{name}"
         with contextlib.suppress(FileNotFoundError):
-            if self._model().get("pid") == os.getpid():
-                (self.path / "model").unlink()
+            if _read(path).get("pid") == os.getpid():
+                path.unlink()
 
     @property
     def model_was_lost(self) -> bool:
-        """True when the model's process has ended without saying so, or its engine has died."""
-        if self.was_said("dead"):
-            return True
-        model = self._model()
-        return bool(model) and _started(model["pid"]) != model["started"]
-
-    def _model(self) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads((self.path / "model").read_text())
-        except FileNotFoundError:
-            return {}
-        return content
+        """True when a model's process has ended without saying so, or the engine has died."""
+        processes = (_read(path) for path in self.path.glob(f"{_PROCESS}*"))
+        return self.was_said("dead") or any(
+            process and _started(process["pid"]) != process["started"] for process in processes
+        )
 
     @property
     def shm_prefix(self) -> str:
@@ -141,19 +151,24 @@ class RunDir:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def watch_parents(run_dir: RunDir | None, served: Served) -> None:
-    """Start the watch of a model process: exit with the server, end the server with its launcher, drain and stop."""
+def watch_parents(run_dir: RunDir | None, served: Served | None, *, name: str) -> None:
+    """Start the watch of a model process: exit with the server, end the server with its launcher, drain and stop.
+
+    Arguments:
+        served: None leaves server and launcher to the process that serves, and only exits with the server.
+        name: tells this process from others of the same server.
+    """
     if run_dir is not None:
-        run_dir.model_begins()
+        run_dir.process_begins(name)
     threading.Thread(
         target=_watch, args=(os.getppid(), run_dir, served), name="dspark-watch", daemon=True
     ).start()
 
 
-def _watch(server_pid: int, run_dir: RunDir | None, served: Served) -> None:
+def _watch(server_pid: int, run_dir: RunDir | None, served: Served | None) -> None:
     while os.getppid() == server_pid:
         time.sleep(_INTERVAL_S)
-        if run_dir is None:
+        if run_dir is None or served is None:
             continue
         if served.is_dead():
             run_dir.say("dead")
@@ -195,6 +210,15 @@ def _end_server(server_pid: int, run_dir: RunDir) -> None:
             time.sleep(0.05)
     run_dir.remove()
     os._exit(1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file of the folder holds; nothing where it has gone."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return content
 
 
 def _started(pid: int) -> str | None:

@@ -1,0 +1,177 @@
+"""A second way into the model's process: requests that another model of the same server hands in (`forward`).
+
+Each request is one connection over a socket that only this user can open. It begins with a `Handed` and goes on with
+`Answer`s up to a final one; whatever the other side says later, or its end, means that the client has left. What comes
+out of the door looks like a request of Triton's, so that everything behind it is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.errors import ConfigError
+
+__all__ = ["Answer", "Door", "Handed", "HandedRequest", "door_path"]
+
+_log = logging.getLogger("dspark.serving")
+_PATIENCE_S: Final = 5.0  # between a connection and its request, which are one call of the other side
+_BACKLOG: Final = 1024  # requests that come at once
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """One request as it crosses; everything as Triton gave it."""
+
+    inputs: dict[str, Array]
+    parameters: str  # JSON
+    outputs: tuple[str, ...]
+    request_id: str
+    timeout_us: int
+    trace: str | None  # context of Triton's span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response as it crosses; with `error`, its code and message, there are no outputs."""
+
+    outputs: dict[str, Array]
+    final: bool
+    error: tuple[str, str] | None = None
+
+
+def door_path(server_pid: int) -> Path:
+    """Return where the door of a server's model is, in a folder of this user's alone.
+
+    Raises:
+        ConfigError: the folder is somebody else's, or others may write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise ConfigError(
+            f"{folder}: got one that others can use, allowed is a folder of mode 700 of this user's"
+        )
+    return folder / str(server_pid)
+
+
+class HandedRequest:
+    """What the model asks of a request, and its response sender, over the connection that it came by."""
+
+    def __init__(self, connection: Connection, handed: Handed) -> None:
+        self._connection = connection
+        self._handed = handed
+
+    def inputs(self) -> list[Any]:
+        given = self._handed.inputs.items()
+        return [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda array=array: array)
+            for name, array in given
+        ]
+
+    def parameters(self) -> str:
+        return self._handed.parameters
+
+    def requested_output_names(self) -> tuple[str, ...]:
+        return self._handed.outputs
+
+    def request_id(self) -> str:
+        return self._handed.request_id
+
+    def timeout(self) -> int:
+        return self._handed.timeout_us
+
+    def trace(self) -> Any:
+        return SimpleNamespace(get_context=lambda: self._handed.trace)
+
+    # ---- its sender; of the outbox's thread alone ----
+
+    def send(self, arrays: Mapping[str, npt.NDArray[np.generic]], *, final: bool) -> None:
+        self._answer(Answer(outputs=dict(arrays), final=final))
+
+    def fail(self, code: str, message: str) -> None:
+        self._answer(Answer(outputs={}, final=True, error=(code, message)))
+
+    def is_cancelled(self) -> bool:
+        return self._connection.closed or self._connection.poll(0)
+
+    def _answer(self, answer: Answer) -> None:
+        with contextlib.suppress(OSError):  # the other side has ended, which is_cancelled tells
+            self._connection.send(answer)
+        if answer.final:
+            self._connection.close()
+
+
+class Door:
+    """Listens until it is closed.
+
+    Arguments:
+        path: of the socket; one that is there belongs to a model that is being replaced.
+        take: gets each request, in the door's thread; never raises.
+    """
+
+    def __init__(self, path: Path, take: Callable[[HandedRequest], object]) -> None:
+        _sweep(path.parent)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(fresh))
+        self._socket.listen(_BACKLOG)
+        self._inode = fresh.stat().st_ino
+        fresh.replace(path)
+        self._path = path
+        self._take = take
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="dspark-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more; requests that are in go on."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:  # else a successor's
+                self._path.unlink()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, as closing does not
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError:  # closed
+                continue
+            connection = Connection(accepted.detach())
+            try:
+                handed = connection.recv() if connection.poll(_PATIENCE_S) else None
+            except (OSError, EOFError):  # whoever knocked has gone
+                handed = None
+            if handed is None:
+                connection.close()
+            else:
+                self._take(HandedRequest(connection, handed))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the doors of servers that were killed."""
+    for door in folder.iterdir():
+        server_pid = door.name.partition(".")[0]
+        if server_pid.isdigit() and not Path("/proc", server_pid).exists():
+            door.unlink(missing_ok=True)

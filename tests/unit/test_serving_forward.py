@@ -1,0 +1,197 @@
+"""Requests to the model without a batch dimension: handed over, answered, cancelled, failed when nobody is there."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from dspark.errors import ConfigError
+from dspark.serving import door, forward
+from dspark.serving.door import Door, door_path
+from dspark.serving.forward import ForwardingModel
+from dspark.serving.watch import RunDir
+from support import fake_pb_utils
+
+
+class Request(fake_pb_utils.Request):
+    def trace(self):
+        return self
+
+    def get_context(self):
+        return "span"
+
+
+class Forwarding(ForwardingModel):
+    backend = fake_pb_utils
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(tmp_path))
+    return door_path(os.getppid())
+
+
+@pytest.fixture
+def model(path, monkeypatch):  # noqa: ARG001  (where the door is)
+    monkeypatch.setattr(forward, "watch_parents", lambda _run_dir, _served, **_named: None)
+    made = Forwarding()
+    made.initialize({})
+    yield made
+    made.finalize()
+    assert not made._thread.is_alive()
+
+
+@pytest.fixture
+def taken(path):
+    """Requests that came out of the door."""
+    came = []
+    listening = Door(path, came.append)
+    yield came
+    listening.close()
+
+
+def request(**options):
+    return Request(
+        {"text_input": np.array([b"hi"], object)}, {"top_k": 3}, outputs=["text_output"], **options
+    )
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.001)
+
+
+def test_a_request_comes_out_as_it_went_in_with_a_batch_dimension(model, taken):
+    model.execute([request(request_id="mine", timeout_us=5)])
+    until(lambda: taken)
+    (one,) = taken
+    (tensor,) = one.inputs()
+    assert tensor.name() == "text_input" and tensor.as_numpy().tolist() == [[b"hi"]]
+    assert one.parameters() == '{"top_k": 3}' and one.requested_output_names() == ("text_output",)
+    assert (one.request_id(), one.timeout(), one.trace().get_context()) == ("mine", 5, "span")
+    one.fail("INTERNAL", "enough")
+
+
+def test_answers_come_back_in_order_and_end_once(model, taken):
+    asked = [request() for _ in range(8)]
+    model.execute(asked)
+    until(lambda: len(taken) == 8)
+    for number in range(3):
+        for place, one in enumerate(taken):
+            one.send({"text_output": np.array([b"%d:%d" % (place, number)], object)}, final=number == 2)
+    until(lambda: all(any(final for _, final in each.sent) for each in asked))
+    order = {each.sent[0][0].outputs["text_output"][0][:1]: each for each in asked}
+    assert len(order) == 8
+    for place, each in order.items():
+        assert [r.outputs["text_output"][0] for r, _ in each.sent] == [place + b":%d" % k for k in range(3)]
+        assert [final for _, final in each.sent] == [False, False, True]
+
+
+def test_errors_keep_their_code_and_message(model, taken):
+    asked = request()
+    model.execute([asked])
+    until(lambda: taken)
+    taken[0].fail("INVALID_ARG", "[INVALID_ARG] top_k: got -1")
+    until(lambda: asked.sent)
+    ((response, final),) = asked.sent
+    assert final and response.error.code == fake_pb_utils.TritonError.INVALID_ARG
+    assert str(response.error) == "[INVALID_ARG] top_k: got -1"
+
+
+def test_a_client_that_has_gone_is_told_to_the_other_side_which_ends_the_answer(model, taken):
+    stays, goes = request(), request()
+    model.execute([stays, goes])
+    until(lambda: len(taken) == 2)
+    assert not any(one.is_cancelled() for one in taken)
+    goes.gone = True
+    until(lambda: taken[1].is_cancelled())
+    assert not taken[0].is_cancelled() and not goes.sent
+    for one in taken:
+        one.send({}, final=True)
+    until(lambda: stays.sent and goes.sent)
+    assert taken[1].is_cancelled(), "its connection is closed"
+
+
+def test_nobody_behind_the_door_is_unavailable_at_once(model, taken, path):
+    begun, late = request(), request()
+    model.execute([begun])
+    until(lambda: taken)
+    taken[0]._connection.close()  # as the end of its process does
+    until(lambda: begun.sent)
+    path.unlink()
+    model.execute([late])
+    for asked in (begun, late):
+        ((response, final),) = asked.sent
+        assert final and response.error.code == fake_pb_utils.TritonError.UNAVAILABLE
+
+
+def test_a_model_that_replaces_another_takes_the_door_over(model, path):
+    first, second = [], []
+    old = Door(path, first.append)
+    new = Door(path, second.append)
+    old.close()
+    model.execute([request()])
+    until(lambda: second)
+    assert not first and path.exists()
+    second[0].send({}, final=True)
+    new.close()
+    assert not path.exists()
+
+
+def test_what_a_killed_server_left_is_swept_up(path):
+    left = path.with_name("4194304")  # beyond any process id
+    left.touch()
+    Door(path, print).close()
+    assert not left.exists()
+
+
+def test_a_folder_that_others_can_use_is_refused(path):
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 700"):
+        door_path(1)
+
+
+def test_whoever_knocks_without_a_request_is_let_go(path, monkeypatch, taken):
+    from multiprocessing.connection import Client
+
+    Client(str(path), family="AF_UNIX").close()
+    asked = Forwarding()
+    monkeypatch.setattr(forward, "watch_parents", lambda _run_dir, _served, **_named: None)
+    asked.initialize({})
+    asked.execute([request()])
+    until(lambda: taken)
+    taken[0].send({}, final=True)
+    until(lambda: not asked._open)
+    asked.finalize()
+    assert "dspark-forward" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_only_what_killed_launchers_left_long_ago_is_removed(tmp_path):
+    for name in ("mine", "old", "new"):
+        (tmp_path / name).mkdir()
+        RunDir.create(tmp_path / name, overrides={})
+    for name in ("old", "new"):
+        written = tmp_path / name / "run.json"
+        written.write_text(written.read_text().replace(str(os.getpid()), "4194304"))
+    (tmp_path / "empty").mkdir()
+    for name in ("mine", "old", "empty"):
+        os.utime(tmp_path / name, (0, 0))
+    RunDir.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine", "new"]
+
+
+def test_the_launcher_notices_the_end_of_either_process(tmp_path):
+    run_dir = RunDir.create(tmp_path, overrides={})
+    assert not run_dir.model_was_lost
+    run_dir.process_begins("serving")
+    run_dir.process_begins("forwarding")
+    assert not run_dir.model_was_lost
+    lost = tmp_path / "process.forwarding"
+    lost.write_text(lost.read_text().replace(str(os.getpid()), "4194304"))
+    assert run_dir.model_was_lost
+    lost.unlink()
+    run_dir.process_ends("serving")
+    assert not run_dir.model_was_lost and not list(tmp_path.glob("process.*"))
