@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dspark.scheduling.cost_model import CostCurve, CostModel
-from dspark.scheduling.experience import Experience, PlainTimes
+from dspark.scheduling.experience import DraftedStep, Experience, StepTimes
 from dspark.scheduling.scheduler import make_scheduler
 from support.decoding import decode
 from support.traffic import Kind
@@ -59,17 +59,27 @@ def test_comparisons_become_rare() -> None:
     assert compared[:4] == [0, 32, 96, 224]
     assert len(compared) < 20
     clear = Experience()
-    assert not any(clear.comparison_is_due(step, clear=True) for step in range(32))
+    assert not any(clear.comparison_is_due(step, clear=True) for step in range(256))
 
 
 def test_plain_times_are_the_median_of_recent_steps_of_that_size() -> None:
-    times = PlainTimes()
+    times = StepTimes()
     for step, step_s in enumerate((0.010, 0.500, 0.011)):
-        assert times.usual_s(step, num_sequences=4) is None
-        times.observe(step, num_sequences=4, step_s=step_s)
-    assert times.usual_s(3, num_sequences=4) == 0.011
-    assert times.usual_s(3, num_sequences=5) is None
-    assert times.usual_s(3000, num_sequences=4) is None
+        assert times.plain_s(step, num_sequences=4) is None
+        times.observe_plain(step, num_sequences=4, step_s=step_s)
+    assert times.plain_s(3, num_sequences=4) == 0.011
+    assert times.plain_s(3, num_sequences=5) is None
+    assert times.plain_s(3000, num_sequences=4) is None
+
+
+def test_drafted_times_are_compared_with_what_is_foreseen_now() -> None:
+    times = StepTimes()
+    for step in range(8):
+        taken = DraftedStep(rows=4 + step, num_blocks=4, step_s=0.002 * (4 + step))
+        times.observe_drafted(step, num_sequences=4, taken=taken)
+    common = {"num_sequences": 4, "foreseen_s": lambda taken: 0.001 * taken.rows}
+    assert times.drafted_error(8, **common) == pytest.approx(2.0)  # type: ignore[arg-type]
+    assert times.drafted_error(3000, **common) is None  # type: ignore[arg-type]
 
 
 def test_confidences_that_do_not_come_true_do_not_go_on_being_believed() -> None:

@@ -46,7 +46,7 @@ class DSparkDrafter:
         self.draft_to_target = draft_to_target
 
     def use_trees(self, size: int) -> None:
-        """Draft trees of up to `size` nodes in steps where every sequence that drafts is plain greedy.
+        """Draft trees of up to `size` nodes in steps where every sequence that drafts is plain greedy and may branch.
 
         `block_size` is then the larger of the two, and chains fill its first G entries.
         """
@@ -86,7 +86,7 @@ class DSparkDrafter:
         active = [inputs[row] for row in rows]
         batch = _batch(active)
         greedy_alone = all(_plain_greedy(item.sampler) for item in active)
-        if self.tree_size and greedy_alone:
+        if self.tree_size and greedy_alone and all(item.may_branch for item in active):
             found = self._grow_trees(active, batch)
             return found if len(rows) == len(inputs) else _spread(found, rows, block)
         num_drafts = np.array([min(item.max_drafts, self.chain_len) for item in active], np.int32)

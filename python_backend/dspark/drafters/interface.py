@@ -47,6 +47,7 @@ class DraftInput:
     max_drafts: int  # no more are wanted (cap, length left)
     sampler: TokenSampler
     pages: Int32  # page ids, in order of position
+    may_branch: bool = True  # a drafter of trees may draft one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import abc
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows
 from dspark.executors.interface import Int32, TargetOutput
 from dspark.sampling.verification import Verdict
+from dspark.scheduling.interface import StepObservation
 from dspark.scheduling.scheduler import Scheduler
+from dspark.scheduling.tree_choice import TreeChoice
 
 __all__ = ["DraftStage"]
 
@@ -56,6 +59,10 @@ class DraftStage:
         self._feeds_context = self.enabled and bool(drafter.feature_layer_ids)
         self._writes_drafts = isinstance(drafter, DraftWriter) and drafter.writes_drafts
         self._rater = TreeRater()
+        self._trees = TreeChoice()
+        self._chooses_trees = scheduler.policy in ("prefix", "lagged", "auto")
+        self._makes_trees = False  # as far as was seen
+        self._asked_trees = True  # in this step
 
     def root_of(self, *, drafts: bool) -> int:
         """Return where the page chain of a sequence starts that may, or may not, draft."""
@@ -76,9 +83,16 @@ class DraftStage:
         inputs = [
             self._input(s, int(min(want, cap))) for s, want, cap in zip(sequences, wanted, caps, strict=True)
         ]
+        if self._makes_trees and self._chooses_trees:
+            self._asked_trees = self._trees.next_is_tree(len(sequences))
+            if not self._asked_trees:
+                inputs = [replace(item, may_branch=False) for item in inputs]
         try:
             block = self._drafter.propose(inputs)
-            return block if block.tree is None else self._rater.rate(block)
+            if block.tree is None:
+                return block
+            self._makes_trees = True
+            return self._rater.rate(block)
         except Exception:  # drafts are optional: the target alone still gives the right answer
             self._count_fault()
             return empty
@@ -115,10 +129,33 @@ class DraftStage:
             [room(s, length) for s, length in zip(plan.decoding, verify_len.tolist(), strict=True)], np.int32
         )
 
-    def learn(self, plan: StepPlan, block: DraftBlock, verdicts: abc.Sequence[Verdict | None]) -> None:
-        """Tell the rater what became of the trees it rated."""
-        if block.tree is not None:
+    def learn(
+        self,
+        plan: StepPlan,
+        block: DraftBlock,
+        verdicts: abc.Sequence[Verdict | None],
+        observation: StepObservation,
+    ) -> None:
+        """Tell the rater what became of the trees it rated, and what a step gave with trees, or without."""
+        trees = block.tree is not None
+        if trees:
             self._rater.observe(block, verdicts, usable=~plan.altered)
+        num_blocks = observation.num_blocks
+        if (
+            not self._makes_trees
+            or trees != self._asked_trees  # sampled requests draft chains anyway
+            or observation.prefill_tokens
+            or not num_blocks
+            or num_blocks != np.count_nonzero(observation.num_drafts)  # some were looked up
+        ):
+            return
+        num_sequences = len(plan.decoding)
+        self._trees.observe(
+            num_sequences=num_sequences,
+            trees=trees,
+            num_tokens=num_sequences + int(observation.accepted.sum()),
+            step_s=observation.step_s,
+        )
 
     def feed(
         self, plan: StepPlan, rows: StepRows, output: TargetOutput, verdicts: abc.Sequence[Verdict | None]

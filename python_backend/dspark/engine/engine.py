@@ -109,7 +109,7 @@ class Engine:
         observation = observe_step(plan, block, rows, output, verdicts, clock) if plan.decoding else None
         if observation is not None:
             self.scheduler.observe(observation)
-            self._drafts.learn(plan, block, verdicts)
+            self._drafts.learn(plan, block, verdicts, observation)
         self._prefill_budget.observe(
             num_decoding=len(plan.decoding), prefill_tokens=plan.num_prefill_tokens, step_s=clock.step_s
         )

@@ -108,7 +108,9 @@ def learn_calibration(
     )
 
 
-def survival_beyond(survival: list[float], *, num_drafts: int, block_size: int) -> list[float]:
+def survival_beyond(
+    survival: list[float], *, num_drafts: int, block_size: int, reach: int | None = None
+) -> list[float]:
     """Return survivals [G] of a block, one that was shorter taken to go on behind its end as it did before it.
 
     A block cut short by its cap says nothing of what lies behind.
@@ -116,13 +118,14 @@ def survival_beyond(survival: list[float], *, num_drafts: int, block_size: int) 
     Arguments:
         survival: of its drafts; 0 from where it ends.
         num_drafts: >= 1.
+        reach: drafts of the longest block of its kind, 0 behind that; None = block_size.
     """
     whole = (survival + [0.0] * block_size)[:block_size]
     if num_drafts >= block_size:
         return whole
     end = whole[num_drafts - 1]
     mean = end ** (1.0 / num_drafts)
-    for k in range(num_drafts, block_size):
+    for k in range(num_drafts, block_size if reach is None else min(reach, block_size)):
         end *= mean
         whole[k] = end
     return whole

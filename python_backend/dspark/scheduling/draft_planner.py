@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, grown, survival_beyond
 from dspark.scheduling.allocation import survival_of
-from dspark.scheduling.experience import PLAIN_STEPS, Experience, PlainTimes
+from dspark.scheduling.experience import PLAIN_STEPS, DraftedStep, Experience, StepTimes
 from dspark.scheduling.interface import Bool, Float64, Int32, Int64, StepObservation
 from dspark.scheduling.planning import MARGIN, plan_drafting
 from dspark.scheduling.single import drafting_gain
@@ -107,9 +107,9 @@ class DraftPlanner:
         self._probe_dearer = 2.0  # what a probe cost in the end, in times of its drafting
         self._probe_s = 0.0  # drafting of the probe in this step
         self._experience: dict[int, Experience] = {}  # by twice the logarithm of the number of sequences
-        self._plain_times = PlainTimes()
+        self._times = StepTimes()
         # What steps showed, until it is asked for: behind a pass that emptied the caches every further line costs.
-        self._blocks: list[tuple[int, list[float], int]] = []  # row, survivals, drafts
+        self._blocks: list[tuple[int, list[float], int, int]] = []  # row, survivals, drafts, reach
         self._steps: list[tuple[int, float, StepObservation]] = []  # number, drafting of a probe, step
         self.decay = 0.8  # usual ratio of a_{k+1} to a_k
 
@@ -173,12 +173,10 @@ class DraftPlanner:
         elif draft_s[-1] <= _FREE * verify_s[0]:
             drafted = counted
         else:
-            measured_s = self._plain_times.usual_s(self._num_steps, num_sequences=len(rows))
-            plain_s = min(plain_s, measured_s or plain_s)  # too long in a forecast, and drafts seem to pay
-            shorter = plain_s / float(verify_s[0])
-            margin = self._margin(len(rows), prefill_tokens)
-            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin / shorter)
-            gain *= shorter
+            plain_s, flattered = self._flattered(len(rows), plain_s)
+            margin = self._margin(len(rows), prefill_tokens) * flattered
+            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin)
+            gain /= flattered
             if prefill_tokens:
                 drafted = self._also_without_prompts(rows, drafted)
             holds = self._holds(plan, bool(drafted.any()), gain, len(rows))
@@ -204,6 +202,27 @@ class DraftPlanner:
         if self._plans[prefill_tokens > 0].num_drafted:  # to go on takes less, as far as it was seen to pay
             margin = _STAY + (margin - _STAY) * experience.doubt
         return margin / experience.trust
+
+    def _flattered(self, num_sequences: int, foreseen_s: float) -> tuple[float, float]:
+        """Return the seconds of a step that drafts nothing, and how many times too much drafting seems to give.
+
+        That is where such steps are foreseen too long and those that draft are not: an error that they share, as
+        when the machine has become faster, changes no choice.
+        """
+        plain_s = self._times.plain_s(self._num_steps, num_sequences=num_sequences)
+        if plain_s is None:
+            return foreseen_s, 1.0
+        if plain_s >= foreseen_s:
+            return plain_s, 1.0
+
+        model, context = self._costs.model, int(self._costs.context_per_sequence * num_sequences)
+
+        def step_s(taken: DraftedStep) -> float:
+            verify_s = model.verify_s(taken.rows, 1, num_sequences=num_sequences, context_tokens=context)
+            return float(verify_s[0]) + model.draft_s(taken.num_blocks)
+
+        error = self._times.drafted_error(self._num_steps, num_sequences=num_sequences, foreseen_s=step_s)
+        return plain_s, 1.0 if error is None else max(foreseen_s / plain_s * error, 1.0)
 
     def _also_without_prompts(self, rows: list[int], drafted: Bool) -> Bool:
         """Leave out whom steps without prompts do not draft: rows are no cheaper beside prompts."""
@@ -354,10 +373,14 @@ class DraftPlanner:
             if not 0.0 < step_s < math.inf:
                 continue
             if not num_blocks:
-                self._plain_times.observe(number, num_sequences=num_sequences, step_s=step_s)
-            elif plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
+                self._times.observe_plain(number, num_sequences=num_sequences, step_s=step_s)
+                continue
+            run = num_blocks if step.num_blocks is None else step.num_blocks
+            taken = DraftedStep(step.target_tokens, run, step_s)
+            self._times.observe_drafted(number, num_sequences=num_sequences, taken=taken)
+            if plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
                 continue  # not what was planned, or some were looked up
-            elif probe_s:
+            if probe_s:
                 gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
                 dearer = (step_s - plan.plain_s - gained_s) / probe_s
                 self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
@@ -378,6 +401,7 @@ class DraftPlanner:
         num_drafts: list[int],
         verify_len: list[int],
         looked_up: list[bool] | None,
+        reach: int,
     ) -> None:
         """Keep what a step showed that is over: none of its drafts can be chosen any more.
 
@@ -387,6 +411,7 @@ class DraftPlanner:
 
         Arguments:
             survival: [R] lists of up to G, 0 where a block ends.
+            reach: drafts of the longest blocks of this kind: nothing is taken to lie behind them.
         """
         for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
             if not drafts:
@@ -400,7 +425,7 @@ class DraftPlanner:
                 self._depth[row] = self._block_size
                 continue
             self._depth[row] = min(drafts + _DEEPER if verified >= drafts else verified + 1, self._block_size)
-            self._blocks.append((row, survival[index], drafts))
+            self._blocks.append((row, survival[index], drafts, reach))
         if len(self._blocks) >= _GATHERED:
             self._remember()
 
@@ -410,8 +435,8 @@ class DraftPlanner:
             return
         blocks, self._blocks = self._blocks, []
         first = later = 0.0
-        for row, survival, drafts in blocks:
-            block = survival_beyond(survival, num_drafts=drafts, block_size=self._block_size)
+        for row, survival, drafts, reach in blocks:
+            block = survival_beyond(survival, num_drafts=drafts, reach=reach, block_size=self._block_size)
             self._memory.observe(row, block)
             total = sum(block)
             first += total - block[-1]

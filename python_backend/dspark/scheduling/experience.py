@@ -8,9 +8,11 @@ between to see what those really take, and the next promise is believed as far a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
-__all__ = ["PLAIN_STEPS", "Experience", "PlainTimes"]
+__all__ = ["PLAIN_STEPS", "DraftedStep", "Experience", "StepTimes"]
 
 PLAIN_STEPS = 4  # steps without drafts in one comparison
 _FADE = 0.98  # of what is known, with every drafted step
@@ -18,10 +20,13 @@ _FADE_IDLE = 0.99  # likewise with every plan that drafts nothing: what was bad 
 _BELIEF = 12.0  # steps that believing the promise is worth
 _CUT = 1.5  # a step beyond so many usual ones is a hiccup of the machine
 _SHARE = 0.1  # of a new step in what is usual
-_KEPT, _LEAST = 8, 3  # plain steps of one size that are kept, and that say something
+_KEPT, _LEAST = 8, 3  # steps of one size that are kept, and that say something
 _OLD = 512  # steps after which they say nothing
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps from one comparison to the next
-_CLEAR_PAUSE = 2048  # where drafting pays so much that an error of some percent decides nothing
+_CLEAR_FIRST, _CLEAR_PAUSE = (
+    256,
+    2048,
+)  # where drafting pays so much that an error of some percent decides nothing
 
 
 class Experience:
@@ -60,6 +65,8 @@ class Experience:
             step: number of this one.
             clear: drafting promises much.
         """
+        if clear:
+            self._pause = max(self._pause, _CLEAR_FIRST)
         if self._due_at is None:
             self._due_at = step + self._pause if clear or self._alone else step
         if step < self._due_at:
@@ -95,21 +102,37 @@ class Experience:
         self._num_steps *= _FADE_IDLE
 
 
-class PlainTimes:
-    """What the last steps took that drafted nothing and had no prompts in them, by the number of sequences."""
+class DraftedStep(NamedTuple):
+    """A step that drafted."""
+
+    rows: int  # of the pass
+    num_blocks: int  # that the drafter ran for
+    step_s: float
+
+
+class StepTimes:
+    """What the last steps without prompts took, by the number of sequences: those that drafted nothing, and others."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, deque[tuple[int, float]]] = {}
+        self._plain: dict[int, deque[tuple[int, float]]] = {}
+        self._drafted: dict[int, deque[tuple[int, DraftedStep]]] = {}
 
-    def observe(self, step: int, *, num_sequences: int, step_s: float) -> None:
-        """Take the time of a step of this number."""
-        kept = self._kept.get(num_sequences)
-        if kept is None:
-            kept = self._kept[num_sequences] = deque(maxlen=_KEPT)
-        kept.append((step, step_s))
+    def observe_plain(self, step: int, *, num_sequences: int, step_s: float) -> None:
+        """Take the time of a step of this number that drafted nothing."""
+        self._plain.setdefault(num_sequences, deque(maxlen=_KEPT)).append((step, step_s))
 
-    def usual_s(self, step: int, *, num_sequences: int) -> float | None:
-        """Return the median of the last of them; None where too few are known or they are old."""
-        kept = self._kept.get(num_sequences, ())
-        seconds = [step_s for seen_at, step_s in kept if step - seen_at <= _OLD]
+    def observe_drafted(self, step: int, *, num_sequences: int, taken: DraftedStep) -> None:
+        """Take a step of this number that drafted."""
+        self._drafted.setdefault(num_sequences, deque(maxlen=_KEPT)).append((step, taken))
+
+    def plain_s(self, step: int, *, num_sequences: int) -> float | None:
+        """Return the median of the last ones that drafted nothing; None where too few are known or they are old."""
+        seconds = [step_s for at, step_s in self._plain.get(num_sequences, ()) if step - at <= _OLD]
         return median(seconds) if len(seconds) >= _LEAST else None
+
+    def drafted_error(
+        self, step: int, *, num_sequences: int, foreseen_s: Callable[[DraftedStep], float]
+    ) -> float | None:
+        """Return the median of seconds over those foreseen of the last ones that drafted; None as `plain_s`."""
+        known = [taken for at, taken in self._drafted.get(num_sequences, ()) if step - at <= _OLD]
+        return median(t.step_s / foreseen_s(t) for t in known) if len(known) >= _LEAST else None

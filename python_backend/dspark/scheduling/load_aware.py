@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.calibration.tree import RATED, BlockCalibrator
 from dspark.scheduling.acceptance import (
     AcceptanceStats,
     SequenceRows,
@@ -59,6 +60,7 @@ class _Choice:
     rows: list[int]  # [R]
     survival: list[list[float]]  # [R] of up to G
     looked_up: Bool | None  # [R], None = no block was
+    reach: int  # drafts of the longest blocks of this kind
 
 
 class LoadAwareScheduler:
@@ -170,7 +172,7 @@ class LoadAwareScheduler:
             verify_len = self._verify_many(survival, seconds, num_blocks)
         if confidence_logits is None:
             return self._spend_on_silent(verify_len, rows, num_drafts)
-        self._choice = _Choice(rows, survival.tolist(), looked_up)
+        self._choice = _Choice(rows, survival.tolist(), looked_up, self._reach(int(sampled[0])))
         nothing = np.int32(0)
         if looked_up is not None:
             verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
@@ -216,7 +218,7 @@ class LoadAwareScheduler:
             self._survival_of_one(of_one[:num], kind)
             for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
         ]
-        self._choice = _Choice(rows, survival, None)
+        self._choice = _Choice(rows, survival, None, self._reach(sampled[0]))
         if num_sequences == 1:
             return np.array([self._num_of_few(survival[0], seconds, 1, 1)], np.int32)
         ranked = sorted(
@@ -327,6 +329,12 @@ class LoadAwareScheduler:
         self._silent[at[silent]] += 1.0
         return np.where(probed, np.int32(1), verify_len)
 
+    def _reach(self, kind: int) -> int:
+        """Return how long blocks of this kind can be: chains may be shorter than trees have nodes."""
+        if isinstance(self.calibrator, BlockCalibrator) and kind != RATED:
+            return min(self.calibrator.chain_len, self._block_size)
+        return self._block_size
+
     def _look_is_due(self, num_steps: int) -> bool:
         """Return whether the step of this number looks at positions that load keeps cutting: its blocks are whole."""
         return (
@@ -374,8 +382,11 @@ class LoadAwareScheduler:
                 num_drafts=step.num_drafts.tolist(),
                 verify_len=step.verify_len.tolist(),
                 looked_up=None if looked_up is None else looked_up.tolist(),
+                reach=choice.reach,
             )
-        if looked_up is not None:
+        if not self._has_confidence:  # trees are rated nevertheless
+            self._learn_outcomes(step, None)
+        elif looked_up is not None:
             self._learn_outcomes(step, looked_up)
         if self.calibrator is None:
             return
