@@ -136,7 +136,7 @@ def test_temperatures_are_read_under_either_key(tmp_path):
 def test_prompts_of_calibration_are_not_those_of_eval():
     evaluated, fitted = (read_prompts([path]) for path in (EVAL, CALIBRATION))
     assert {p.source for p in fitted} == {p.source for p in evaluated}
-    texts = [{" ".join(p.turns).lower() for p in prompts} for prompts in (evaluated, fitted)]
+    texts = [{p.text.lower() for p in prompts} for prompts in (evaluated, fitted)]
     assert len(texts[1]) == len(fitted) and not texts[0] & texts[1]
 
 
