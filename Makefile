@@ -58,7 +58,7 @@ drafter: setup ## train the demo's drafter from the kept answers (hours; the sam
 	for name in $(ANSWERS); do \
 		$(BIN)/dspark-build data --only features --max-bytes 12e9 --target $(MODEL) --out out/data/$$name --feature-layers $(LAYERS) || exit 1; done
 	$(BIN)/dspark-build train --target $(MODEL) --data $(ANSWERS:%=out/data/%) --out out/drafter --target-layers $(LAYERS) \
-		--block-size 7 --draft-vocab 8192 --sequences 8 --anchors 64 --ema 0.99 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
+		--block-size 7 --draft-vocab 10240 --sequences 12 --anchors 64 --ema 0.99 --kl-weight 0.5 --kl-until 0.6 $(TRAIN)
 
 bench: setup ## measure speed and memory on this machine (installs the peers to measure against)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
