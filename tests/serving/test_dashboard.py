@@ -120,4 +120,7 @@ def test_a_browser_shows_the_figures(dashboard, server, tmp_path):
     }
     assert charts.keys() == {*drawn, "reliability"} and "NaN" not in page
     assert all(shape in charts[name] for name, shape in drawn.items())
+    for name in ("rate", "requests"):
+        none, half, top = map(float, re.findall(r'text-anchor="end">([\d.]+)<', charts[name])[:3])
+        assert (none, 2 * half) == (0.0, top), "the axis says what is at its middle"
     assert shot.read_bytes().startswith(b"\x89PNG") and shot.stat().st_size > 10_000
