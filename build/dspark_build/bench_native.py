@@ -1,14 +1,16 @@
 """`make bench-native`: one pass of the native target against the machine's own bound and against its peers.
 
-    read bandwidth       a plain sum over memory with the same threads: weight bytes / bandwidth is the bound
+    read bound           a plain sum over the contender's own packed weights, same threads, in the same turn
     native               float32, bfloat16, int8
     eager PyTorch        transformers' Llama with the same sizes, float32 and bfloat16
     onnxruntime          the same decoder exported to ONNX, float32; int8 weights by its own quantiser
     llama.cpp            Q8_0 and Q4_0 made from the same file, through llama-cpp-python
 
-Everything takes its turn in every round, so a machine that drifts drifts for all; ONNX Runtime and llama.cpp run in
-processes of their own, since their packages do not fit ours. Every pass has n rows over 64 cached tokens, and logits of
-all n rows. What is wanted is printed below the table with whether it holds.
+Everything takes its turn in every round, so a machine that drifts drifts for all. A turn is WARM passes that are not
+timed (the caches are another contender's, its threads are asleep) and TIMED that are; reads of the weights are warmed
+and timed alike, and a bound's ratio is of pass and read of one turn. ONNX Runtime and llama.cpp run, and time
+themselves, in processes of their own, since their packages do not fit ours. Every pass has n rows over 64 cached
+tokens, and logits of all n rows. What is wanted is printed below the table with whether it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from dspark.errors import ConfigError, DSparkError
-from dspark.executors.interface import StepBatch, TargetExecutor
+from dspark.executors.interface import StepBatch
 from dspark.executors.native_target import NativeTarget
 from dspark.models.loading import TargetCheckpoint, load_target
 from dspark_plugins.native import isa, native_unavailable_reason
@@ -38,11 +39,13 @@ from dspark_plugins.native.threads import default_num_threads
 
 from dspark_build.bench_drafter_shapes import DrafterCost, measure_drafter, measure_shapes, shape_table
 from dspark_build.bench_neighbours import measure_neighbours, neighbour_lines
+from dspark_build.bench_peer import pass_times
 
 __all__ = ["main"]
 
 DEFAULT_TARGET = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT, PAGE_SIZE = 64, 16
+WARM, TIMED = 3, 3  # passes of one turn
 _PEER = Path(__file__).with_name("bench_peer.py")
 
 
@@ -52,16 +55,30 @@ class Contender(Protocol):
     name: str
     weight_bytes: int
 
-    def run(self, num_rows: int) -> None: ...
+    def times(self, num_rows: int) -> list[float]:
+        """Return the seconds of TIMED passes behind WARM ones."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Median milliseconds of one contender by number of rows."""
+    """Median milliseconds of one contender by number of rows.
+
+    `read_ms` is the median time of reading its weights once and `over_bound` the median over rounds of one row's time
+    over it; both are 0 where only the machine's bandwidth is known.
+    """
 
     name: str
     weight_bytes: int
     milliseconds: dict[int, float]
+    read_ms: float = 0.0
+    over_bound: float = 0.0
+
+    def bound_ms(self, bandwidth: float) -> float:
+        return self.read_ms or 1e3 * self.weight_bytes / bandwidth
+
+    def one_row_over_bound(self, bandwidth: float) -> float:
+        return self.over_bound or self.milliseconds[1] / self.bound_ms(bandwidth)
 
 
 def pass_over(num_rows: int, vocab_size: int) -> StepBatch:
@@ -80,14 +97,19 @@ def pass_over(num_rows: int, vocab_size: int) -> StepBatch:
 
 
 class ExecutorContender:
-    """A target executor of this project."""
+    """A native target."""
 
-    def __init__(self, name: str, target: TargetExecutor, weight_bytes: int, most: int) -> None:
-        self.name, self.weight_bytes, self._target = name, weight_bytes, target
+    def __init__(self, name: str, target: NativeTarget, most: int) -> None:
+        self.name, self.weight_bytes, self._target = name, target.weight_bytes, target
         target.allocate_cache(num_pages=-(-(CONTEXT + most) // PAGE_SIZE), page_size=PAGE_SIZE)
 
-    def run(self, num_rows: int) -> None:
-        self._target.forward(pass_over(num_rows, self._target.config.vocab_size))
+    def times(self, num_rows: int) -> list[float]:
+        batch = pass_over(num_rows, self._target.config.vocab_size)
+        return pass_times(lambda: self._target.forward(batch), warm=WARM, timed=TIMED)
+
+    def read_times(self) -> list[float]:
+        """Return the seconds of TIMED plain reads of all weights behind WARM ones."""
+        return [float(s) for s in self._target.arena.read_seconds(self._target.pool, WARM + TIMED)[WARM:]]
 
 
 class PeerContender:
@@ -97,23 +119,24 @@ class PeerContender:
         self.name, self.weight_bytes = name, path.stat().st_size
         command = [str(python), str(_PEER), kind, str(path), *map(str, numbers)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._expect("ready")
+        self._line("ready")
 
-    def run(self, num_rows: int) -> None:
+    def times(self, num_rows: int) -> list[float]:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_rows}\n")
+        self._process.stdin.write(f"{num_rows} {WARM} {TIMED}\n")
         self._process.stdin.flush()
-        self._expect("done")
+        return [float(seconds) for seconds in self._line("seconds ").split()[1:]]
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
 
-    def _expect(self, word: str) -> None:
+    def _line(self, start: str) -> str:
+        """Return the next line that starts so; libraries may print lines of their own."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.strip() == word:
-                return
+            if line.startswith(start):
+                return line
         raise ConfigError(f"{self.name}: the peer ended with status {self._process.wait()}, see above")
 
 
@@ -123,7 +146,10 @@ class EagerContender:
     def __init__(self, name: str, model: Any, cache: Any) -> None:
         self.name, self.weight_bytes, self._model, self._cache = name, 0, model, cache
 
-    def run(self, num_rows: int) -> None:
+    def times(self, num_rows: int) -> list[float]:
+        return pass_times(lambda: self._run(num_rows), warm=WARM, timed=TIMED)
+
+    def _run(self, num_rows: int) -> None:
         import torch
 
         with torch.inference_mode():
@@ -188,7 +214,7 @@ def contenders(
     if "native" in wanted:
         for dtype in ("float32", "bfloat16", "int8"):
             native = NativeTarget(config, weights, dtype=dtype, num_threads=threads)
-            found.append(ExecutorContender(f"native {dtype}", native, native.weight_bytes, most))
+            found.append(ExecutorContender(f"native {dtype}", native, most))
     if "torch" in wanted:
         with optional("eager PyTorch", "pip install transformers"):
             found += eager_contenders(checkpoint, threads)
@@ -254,46 +280,53 @@ def requantised(source: Path, path: Path, matrix_kind: str) -> Path:
     return path
 
 
-def timed(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def measure(found: list[Contender], rows: list[int], rounds: int, threads: int) -> tuple[float, list[Line]]:
     """Return bytes per second read from memory and the medians, all taken in turn."""
     pool = Pool(threads)
-    for contender in found:
-        contender.run(max(rows))
-    reads: list[float] = []
+    bandwidths: list[float] = []
     times: dict[tuple[str, int], list[float]] = {}
+    reads: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for number in range(rounds):
         print(f"\rround {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
-        reads.append(pool.read_bandwidth())
+        bandwidths.append(pool.read_bandwidth())
         for contender in found:
             for num_rows in rows:
-                contender.run(num_rows)  # the caches are another contender's
-                seconds = timed(lambda run=contender.run, count=num_rows: run(count))  # type: ignore[misc]
-                times.setdefault((contender.name, num_rows), []).append(seconds)
+                seconds = contender.times(num_rows)
+                times.setdefault((contender.name, num_rows), []).extend(seconds)
+                if num_rows == 1 and isinstance(contender, ExecutorContender):
+                    read = contender.read_times()
+                    reads.setdefault(contender.name, []).extend(read)
+                    ratio = statistics.median(seconds) / statistics.median(read)
+                    ratios.setdefault(contender.name, []).append(ratio)
     print(file=sys.stderr)
     lines = [
-        Line(c.name, c.weight_bytes, {n: 1e3 * statistics.median(times[c.name, n]) for n in rows})
-        for c in found
+        Line(
+            contender.name,
+            contender.weight_bytes,
+            {n: 1e3 * statistics.median(times[contender.name, n]) for n in rows},
+            1e3 * statistics.median(reads.get(contender.name, [0.0])),
+            statistics.median(ratios.get(contender.name, [0.0])),
+        )
+        for contender in found
     ]
-    return statistics.median(reads), lines
+    return statistics.median(bandwidths), lines
 
 
 def table(bandwidth: float, lines: list[Line], rows: list[int]) -> str:
-    """Return the report; `bound` is the time to read the weights once."""
+    """Return the report; `bound` is the time to read the weights once, from `bandwidth` where it was not measured."""
     head = (
         f"{'':22}{'MB':>7}{'bound':>8}" + "".join(f"{f'{n} rows':>10}" for n in rows) + f"{'1 / bound':>11}"
     )
     out = [f"memory read {bandwidth / 1e9:.1f} GB/s, kernels {isa()}; milliseconds, medians", head]
     for line in lines:
-        bound = 1e3 * line.weight_bytes / bandwidth
-        known = f"{line.weight_bytes / 1e6:7.0f}{bound:8.1f}" if line.weight_bytes else " " * 15
+        known = (
+            f"{line.weight_bytes / 1e6:7.0f}{line.bound_ms(bandwidth):8.1f}"
+            if line.weight_bytes
+            else " " * 15
+        )
         times = "".join(f"{line.milliseconds[n]:10.1f}" for n in rows)
-        ratio = f"{line.milliseconds[rows[0]] / bound:11.2f}" if line.weight_bytes else ""
+        ratio = f"{line.one_row_over_bound(bandwidth):11.2f}" if line.weight_bytes else ""
         out.append(f"{line.name:22}{known}{times}{ratio}")
     return "\n".join(out)
 
@@ -307,7 +340,7 @@ def verdicts(bandwidth: float, lines: list[Line]) -> list[tuple[str, float, floa
         if own is None:
             continue
         one = own.milliseconds[1]
-        found.append((f"{dtype}: one row / read bound", one * bandwidth / own.weight_bytes / 1e3, 1.3))
+        found.append((f"{dtype}: one row / read bound", own.one_row_over_bound(bandwidth), 1.3))
         if 8 in own.milliseconds:
             found.append((f"{dtype}: 8 rows / one row", own.milliseconds[8] / one, growth))
         rivals = {
@@ -378,7 +411,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="their interpreter, default %(default)s",
     )
     parser.add_argument("--rows", default="1,8,16,32,64", help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=default_num_threads(), help="default %(default)s")
     parser.add_argument("--only", default="native,torch,onnxruntime,llama.cpp", help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out/bench_native.json"), help="default %(default)s")
@@ -428,7 +461,13 @@ def main(arguments: list[str] | None = None) -> int:
         "threads": args.threads,
         "context_len": CONTEXT,
         "passes": [
-            {"name": line.name, "weight_bytes": line.weight_bytes, "milliseconds": line.milliseconds}
+            {
+                "name": line.name,
+                "weight_bytes": line.weight_bytes,
+                "milliseconds": line.milliseconds,
+                "read_ms": line.read_ms,
+                "over_bound": line.over_bound,
+            }
             for line in lines
         ],
     }

@@ -4,14 +4,25 @@
     python bench_peer.py onnx FILE THREADS CONTEXT VOCAB_SIZE LAYERS KV_HEADS HEAD_DIM
     python bench_peer.py export TARGET FOLDER CONTEXT          writes the two ONNX files of the target
 
-The first two answer every number of rows on standard input with a line once that pass is done.
+The first two answer every line `ROWS WARM TIMED` on standard input with the seconds of the timed passes.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def pass_times(run: Callable[[], object], *, warm: int, timed: int) -> list[float]:
+    """Return the seconds of `timed` passes, one after the other, behind `warm` that are not timed."""
+    times = []
+    for _ in range(warm + timed):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return times[warm:]
 
 
 def llama(path: str, threads: int, context: int, most: int) -> Callable[[int], object]:
@@ -71,8 +82,8 @@ def main() -> int:
     run = llama(path, *numbers) if kind == "llama" else onnx(path, *numbers)
     print("ready", flush=True)
     for line in sys.stdin:
-        run(int(line))
-        print("done", flush=True)
+        num_rows, warm, timed = map(int, line.split())
+        print("seconds", *pass_times(lambda n=num_rows: run(n), warm=warm, timed=timed), flush=True)  # type: ignore[misc]
     return 0
 
 

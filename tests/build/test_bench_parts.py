@@ -1,6 +1,7 @@
 """The pure parts of the benchmarks: what a line says, what the prompts are, what a verdict compares."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from dspark_build.bench_memory import MemoryReport, num_weights, short_prompts
 from dspark_build.bench_native import CONTEXT, PAGE_SIZE, pass_over, verdicts
 from dspark_build.bench_native import Line as PassLine
 from dspark_build.bench_overhead import measure_overhead, overhead_table
+from dspark_build.bench_peer import pass_times
 from dspark_build.bench_prompts import MIXED, NEW, REPEATING, as_messages
 from dspark_build.bench_sources import Answer, Sum, check_answers
 from dspark_build.bench_sources import table as sources_table
@@ -98,6 +100,19 @@ def test_verdicts_compare_with_the_bound_with_one_row_and_with_the_peers():
     assert found["int8: 1 rows / llama.cpp Q8_0"][0] == pytest.approx(0.5)
     assert found["int8: 16 rows / llama.cpp Q8_0"][0] == pytest.approx(1.25)
     assert len(found) == 5
+
+
+def test_a_bound_read_in_the_same_turn_comes_before_the_machines_bandwidth():
+    line = PassLine("native int8", 10_000_000, {1: 12.0}, read_ms=8.0, over_bound=1.4)
+    assert line.bound_ms(1e9) == 8.0
+    assert verdicts(1e9, [line]) == [("int8: one row / read bound", 1.4, 1.3)]
+
+
+def test_a_turn_times_the_passes_behind_its_warm_ones():
+    waits = iter([0.05, 0.05, 0.0, 0.0, 0.0])
+    times = pass_times(lambda: time.sleep(next(waits)), warm=2, timed=3)
+    assert len(times) == 3
+    assert max(times) < 0.05
 
 
 def _turn(load: int, policy: str, rate: float, number: int = 0) -> Turn:

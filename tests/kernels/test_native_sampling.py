@@ -17,7 +17,8 @@ from dspark.executors.native_drafter import NativeBlockDrafter
 from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark_plugins.native import native_available, native_unavailable_reason
-from dspark_plugins.native.binding import ISAS, NativeHead, Pool
+from dspark_plugins.native.binding import ISAS, NativeError, NativeHead, Pool
+from support.memory_limit import address_space
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import tiny_config
 
@@ -249,3 +250,21 @@ def native_rows(samplers: Sequence[TokenSampler]) -> npt.NDArray[np.void]:
         row["min_log"] = np.log(p.min_p) if p.min_p else -np.inf
         row["coupled"], row["position"], row["num_committed"] = sampler.rule == "coupled", 3, 3
     return found
+
+
+def test_memory_that_a_worker_lacks_is_told_to_the_caller_and_the_head_draws_on() -> None:
+    size = 3_000_000
+    head = plain_head(size, None)
+    logits = np.zeros((2, 1, size), np.float32)
+    logits[:, 0, 7] = 40.0
+    probs, entries = np.ones(logits.shape), np.ones(logits.shape, np.int32)
+    rows = np.zeros(2, ROW)
+    rows["top_p"], rows["scale"], rows["min_log"] = 1.0, 1.0, -np.inf
+
+    def draw() -> list[list[int]]:
+        hidden, anchors = np.zeros((2, 1, 4), np.float32), np.zeros(2, np.int32)
+        return head.sample(anchors, hidden, logits, rows, probs, entries, with_confidence=False)[0].tolist()
+
+    with address_space(1 << 20), pytest.raises(NativeError, match="no memory for the lists of a pass"):
+        draw()
+    assert draw() == [[7], [7]]

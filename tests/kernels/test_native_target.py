@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from dspark.executors.interface import StepBatch, TargetOutput
 from dspark.executors.native_target import NativeTarget
 from dspark.models.config import RopeConfig, TargetConfig
 from dspark_plugins.native import isa, native_available, native_unavailable_reason
-from dspark_plugins.native.binding import ISAS
+from dspark_plugins.native.binding import ISAS, Arena, Matrix, NativeError, Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.memory_limit import address_space
 from support.native_batches import Row, Sequence, one_sequence, reference_logits, step_batch
 from support.tiny_models import DictWeights, random_weights, tiny_config
 
@@ -105,19 +105,6 @@ def target(model: str, dtype: str, variant: str, threads: int, layers: tuple[int
 def run_whole(which: NativeTarget, token_ids: list[int]) -> TargetOutput:
     which.allocate_cache(num_pages=NUM_SLOTS // 16, page_size=16)
     return which.forward(one_sequence(token_ids, page_size=16))
-
-
-@contextmanager
-def address_space(more: int) -> Iterator[None]:
-    """Let this process map `more` bytes beyond what it has mapped, no more."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        mapped = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def tokens_of(model: str, count: int, seed: int = 0) -> list[int]:
@@ -422,6 +409,39 @@ def test_without_memory_for_a_new_cache_the_old_one_is_not_used_any_more() -> No
     with pytest.raises(EngineError, match="allocate the cache first"):
         which.forward(one_sequence([1, 2], page_size=16))
     run_whole(which, [1, 2])
+
+
+def test_a_pass_without_memory_says_what_it_wanted_and_leaves_everything_usable() -> None:
+    config = tiny_config(
+        intermediate_size=8192, max_context_len=2048
+    )  # rows of 16 KB, which no heap has left over
+    weights = DictWeights(random_weights(config, seed=2))
+    token_ids = np.random.default_rng(0).integers(0, config.vocab_size, 1900).tolist()
+    batch = dataclasses.replace(one_sequence(token_ids, page_size=16), logit_rows=np.array([1899], np.int32))
+    which, fresh = (NativeTarget(config, weights, dtype="bfloat16", num_threads=n) for n in (2, 1))
+    for one in (which, fresh):
+        one.allocate_cache(num_pages=NUM_SLOTS // 16, page_size=16)
+    wanted = r"a pass of 1900 rows: no memory for the rows of a pass: \d{8} bytes"
+    for _ in range(2):
+        with address_space(1 << 22), pytest.raises(EngineError, match=wanted):
+            which.forward(batch)
+    np.testing.assert_array_equal(which.forward(batch).logits, fresh.forward(batch).logits)
+
+
+def test_a_matrix_and_a_product_without_memory_are_refused_and_take_none() -> None:
+    pool, arena = Pool(2), Arena()
+    matrix = Matrix(arena, pool, dtype="float32", num_outputs=32, num_inputs=4096)
+    matrix.pack(np.ones((32, 4096), np.float32))
+    x = np.ones((4096, 4096), np.float32)
+    held = arena.num_bytes
+    for _ in range(3):
+        with address_space(1 << 24):
+            with pytest.raises(NativeError, match="no memory for the inputs of a product: 83886080 bytes"):
+                matrix.apply(x)
+            with pytest.raises(NativeError, match="no memory for weights: 268435456 bytes"):
+                Matrix(arena, pool, dtype="float32", num_outputs=16384, num_inputs=4096)
+    assert arena.num_bytes == held
+    assert (matrix.apply(x) == 4096).all()
 
 
 FORK = """

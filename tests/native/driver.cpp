@@ -282,6 +282,20 @@ class Model {
     return out;
   }
 
+  // What no address space holds is refused, and the next call works on.
+  void ask_for_too_much() {
+    const bool refused = !dspark_matrix_create(arena_, 0, 1 << 30, 1 << 20) && *dspark_last_error() != 0 &&
+                         dspark_decoder_allocate_cache(decoder_, int64_t{1} << 48) == -1 &&
+                         std::strstr(dspark_last_error(), "no memory for a cache") != nullptr;
+    if (!refused || dspark_decoder_allocate_cache(decoder_, kPage * kPages + 8 * kBlock) != 0) ++failures;
+  }
+
+  std::vector<double> read_times() {
+    std::vector<double> seconds(3);
+    dspark_arena_read_seconds(arena_, pool_, isa_, 3, seconds.data());
+    return seconds;
+  }
+
   std::vector<float> rows_and_product() {
     const int32_t ids[3] = {0, kVocab - 1, 17};
     std::vector<float> rows(3 * kHidden), out(3 * kVocab);
@@ -319,7 +333,10 @@ void compare(int dtype, const char* isa) {
       expect_same(one.block(kind, reduced), four.block(kind, reduced), name + ": block");
     }
   }
+  four.ask_for_too_much();
   expect_same(one.rows_and_product(), four.rows_and_product(), name + ": product");
+  expect_same(whole, four.chain(0, 0, 300), name + ": a new cache");
+  for (const double seconds : four.read_times()) failures += seconds > 0.0 ? 0 : 1;
 }
 
 }  // namespace

@@ -57,23 +57,26 @@ using namespace dspark;
 extern "C" {
 
 double dspark_read_seconds(void* pool, const char* isa, int64_t bytes) {
-  bytes = bytes / kItem * kItem;
-  void* data = map_pages(bytes);
-  if (!data) return 0.0;
-  std::memset(data, 0, static_cast<size_t>(bytes));
-  Job job{&kernels_for(isa), {}, {}};
-  add_items(job, data, bytes);
-  double took[3], best = 1e30;
-  read_times(*static_cast<Pool*>(pool), job, 3, took);
-  for (const double t : took) best = t < best ? t : best;
-  unmap_pages(data, bytes);
-  return best;
+  double best = 1e30;
+  const int32_t failed = guarded([&] {
+    Arena arena;
+    void* data = arena.allocate(bytes = bytes / kItem * kItem);
+    std::memset(data, 0, static_cast<size_t>(bytes));
+    Job job{&kernels_for(isa), {}, {}};
+    add_items(job, data, bytes);
+    double took[3];
+    read_times(*static_cast<Pool*>(pool), job, 3, took);
+    for (const double t : took) best = t < best ? t : best;
+  });
+  return failed ? 0.0 : best;
 }
 
-void dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds) {
-  Job job{&kernels_for(isa), {}, {}};
-  for (const auto& [data, bytes] : static_cast<Arena*>(arena)->filled()) add_items(job, data, bytes);
-  read_times(*static_cast<Pool*>(pool), job, times, seconds);
+int32_t dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds) {
+  return guarded([&] {
+    Job job{&kernels_for(isa), {}, {}};
+    for (const auto& [data, bytes] : static_cast<Arena*>(arena)->filled()) add_items(job, data, bytes);
+    read_times(*static_cast<Pool*>(pool), job, times, seconds);
+  });
 }
 
 }  // extern "C"

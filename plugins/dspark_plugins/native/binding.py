@@ -1,7 +1,8 @@
 """The C interface through ctypes: handles with owners, arrays as pointers.
 
-The executors validate their batches first; nothing is checked twice here. Calls release the interpreter's
-lock; a pool is used by one thread at a time, which its own lock sees to.
+The executors validate their batches first; nothing is checked twice here. Where native code has no memory for
+something, any call raises NativeError with what and how much; what was there before may be used on. Calls release the
+interpreter's lock; a pool is used by one thread at a time, which its own lock sees to.
 """
 
 from __future__ import annotations
@@ -119,8 +120,13 @@ class TreeCall(ct.Structure):
     )
 
 
+class _Status(ct.c_int32):
+    """0, or -1 when there was no memory."""
+
+
 _handle, _i32, _i64, _ptr, _text = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_void_p, ct.c_char_p
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "dspark_last_error": (_text, ()),
     "dspark_isa": (_text, (_text,)),
     "dspark_pool_create": (_handle, (_i32, _i32)),
     "dspark_pool_destroy": (None, (_handle,)),
@@ -129,35 +135,43 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_arena_destroy": (None, (_handle,)),
     "dspark_arena_bytes": (_i64, (_handle,)),
     "dspark_matrix_create": (_handle, (_handle, _i32, _i32, _i32)),
-    "dspark_matrix_pack": (None, (_handle, _handle, _ptr, _i32, _i32, _i32)),
-    "dspark_matrix_rows": (None, (_handle, _handle, _ptr, _i32, _ptr)),
+    "dspark_matrix_pack": (_Status, (_handle, _handle, _ptr, _i32, _i32, _i32)),
+    "dspark_matrix_rows": (_Status, (_handle, _handle, _ptr, _i32, _ptr)),
     "dspark_matrix_bytes": (_i64, (_handle,)),
-    "dspark_matrix_apply": (None, (_handle, _handle, _text, _ptr, _i32, _ptr)),
+    "dspark_matrix_apply": (_Status, (_handle, _handle, _text, _ptr, _i32, _ptr)),
     "dspark_decoder_create": (_handle, (ct.POINTER(_DecoderConfig), _handle)),
     "dspark_decoder_destroy": (None, (_handle,)),
     "dspark_decoder_set_matrix": (None, (_handle, _i32, _i32, _handle)),
-    "dspark_decoder_set_norm": (None, (_handle, _i32, _i32, _ptr, _i32)),
+    "dspark_decoder_set_norm": (_Status, (_handle, _i32, _i32, _ptr, _i32)),
     "dspark_decoder_set_ends": (None, (_handle, _handle, _handle)),
-    "dspark_decoder_allocate_cache": (_i32, (_handle, _i64)),
+    "dspark_decoder_allocate_cache": (_Status, (_handle, _i64)),
     "dspark_decoder_move_cache": (None, (_handle, _i32, _ptr, _ptr)),
-    "dspark_decoder_forward": (None, (_handle, ct.POINTER(Pass))),
-    "dspark_decoder_append": (None, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_decoder_forward": (_Status, (_handle, ct.POINTER(Pass))),
+    "dspark_decoder_append": (_Status, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
     "dspark_head_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
     "dspark_head_destroy": (None, (_handle,)),
-    "dspark_head_greedy": (None, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
-    "dspark_head_sample": (None, (_handle, _i32, _i32, *((_ptr,) * 10))),
-    "dspark_head_step": (None, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
-    "dspark_head_confidence": (None, (_handle, _i32, _ptr, _ptr, _ptr)),
+    "dspark_head_greedy": (_Status, (_handle, _i32, _i32, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_sample": (_Status, (_handle, _i32, _i32, *((_ptr,) * 10))),
+    "dspark_head_step": (_Status, (_handle, _i32, _ptr, _ptr, _ptr, _ptr)),
+    "dspark_head_confidence": (_Status, (_handle, _i32, _ptr, _ptr, _ptr)),
     "dspark_tree_create": (_handle, (ct.POINTER(_HeadConfig), _handle)),
     "dspark_tree_destroy": (None, (_handle,)),
-    "dspark_tree_build": (None, (_handle, ct.POINTER(TreeCall))),
-    "dspark_arena_read_seconds": (None, (_handle, _handle, _text, _i32, _ptr)),
+    "dspark_tree_build": (_Status, (_handle, ct.POINTER(TreeCall))),
+    "dspark_arena_read_seconds": (_Status, (_handle, _handle, _text, _i32, _ptr)),
     "dspark_read_seconds": (ct.c_double, (_handle, _text, _i64)),
 }
 
 _load_lock = threading.Lock()
 _library: ct.CDLL | None = None
 _reason: str | None = None
+
+
+def _raise_failure(result: Any, _function: Any, _arguments: tuple[Any, ...]) -> Any:
+    """Raise NativeError with what had no memory where a call gave -1 or a null handle."""
+    if result is None or (isinstance(result, _Status) and result.value):
+        text: bytes = _load().dspark_last_error()
+        raise NativeError(text.decode())
+    return result
 
 
 def _load() -> ct.CDLL:
@@ -172,6 +186,8 @@ def _load() -> ct.CDLL:
                 for name, (result, arguments) in _SIGNATURES.items():
                     function = getattr(library, name)
                     function.restype, function.argtypes = result, arguments
+                    if result in (_Status, _handle):
+                        function.errcheck = _raise_failure
                 _library = library
             except (BuildError, OSError, AttributeError) as error:
                 _reason = str(error)
@@ -268,8 +284,6 @@ class Matrix:
         self._library, self._arena, self._pool = _load(), arena, pool
         self.dtype, self.num_outputs, self.num_inputs = dtype, num_outputs, num_inputs
         self.handle = self._library.dspark_matrix_create(arena.handle, DTYPES[dtype], num_outputs, num_inputs)
-        if not self.handle:
-            raise NativeError(f"no memory for a weight matrix of {num_outputs} x {num_inputs} {dtype}")
 
     @property
     def num_bytes(self) -> int:
@@ -371,9 +385,7 @@ class NativeDecoder:
 
     def allocate_cache(self, num_slots: int) -> None:
         with self.pool.lock:
-            failed = self._library.dspark_decoder_allocate_cache(self.handle, num_slots)
-        if failed:
-            raise NativeError(f"no memory for a cache of {num_slots} slots")
+            self._library.dspark_decoder_allocate_cache(self.handle, num_slots)
 
     def move_cache(self, from_slots: Int32, to_slots: Int32) -> None:
         """Copy keys and values of every layer from slot to slot [n], in order."""

@@ -207,7 +207,7 @@ def _build(compiler: str, path: Path) -> None:
     if not ignore.exists():
         ignore.write_text("*\n", encoding="utf-8")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = compile_units(compiler, units(), Path(folder), extra=("-fno-exceptions", "-fno-rtti"))
+        objects = compile_units(compiler, units(), Path(folder), extra=("-fno-rtti",))
         fresh = Path(folder) / path.name
         command = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(fresh)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

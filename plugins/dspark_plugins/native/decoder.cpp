@@ -59,7 +59,7 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  bool allocate_cache(int64_t num_slots);
+  void allocate_cache(int64_t num_slots);
   void move_cache(int num, const int32_t* from, const int32_t* to);
   void forward(const DSparkPass& pass);
   void append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
@@ -150,7 +150,7 @@ Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
   staging_.reserve(int64_t{pool.num_threads()} * 4 * dim_pad_ * 16 * 4);
 }
 
-bool Decoder::allocate_cache(int64_t num_slots) {
+void Decoder::allocate_cache(int64_t num_slots) {
   unmap_pages(cache_, cache_bytes_);
   const int64_t element = cache_dtype_ == kFloat32 ? 4 : 2;
   num_slots = (num_slots + 15) / 16 * 16;
@@ -158,7 +158,7 @@ bool Decoder::allocate_cache(int64_t num_slots) {
   layer_bytes_ = values_offset_ + (num_slots * kv_heads_ * dim_pad_ * element + 63) / 64 * 64;
   cache_bytes_ = layer_bytes_ * static_cast<int64_t>(layers.size());
   cache_ = map_pages(cache_bytes_);
-  return cache_ != nullptr;
+  if (!cache_) throw OutOfMemory("a cache", cache_bytes_);
 }
 
 // Copy keys and values of every layer from slot to slot, one after the other.
@@ -229,9 +229,9 @@ void Decoder::plan_sequences() {
   const int64_t items = int64_t{p.num_rows} * kv_heads_;
   split_ = max_chunks_ > 1 && items < 8 * pool_.num_threads();
   if (split_) {
-    partial_.reserve(items * max_chunks_ * partial_size_ * 4);
+    partial_.reserve(items * max_chunks_ * partial_size_ * 4, "the parts of an attention");
   } else {
-    for (Buffer& b : thread_partial_) b.reserve(max_chunks_ * partial_size_ * 4);
+    for (Buffer& b : thread_partial_) b.reserve(max_chunks_ * partial_size_ * 4, "the parts of an attention");
   }
 }
 
@@ -581,7 +581,7 @@ using namespace dspark;
 extern "C" {
 
 void* dspark_decoder_create(const DSparkDecoderConfig* config, void* pool) {
-  return new Decoder(*config, *static_cast<Pool*>(pool));
+  return made([&] { return new Decoder(*config, *static_cast<Pool*>(pool)); });
 }
 
 void dspark_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
@@ -597,19 +597,21 @@ void dspark_decoder_set_matrix(void* decoder, int32_t layer, int32_t which, void
   }
 }
 
-void dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n) {
-  auto* d = static_cast<Decoder*>(decoder);
-  if (which == DSPARK_FINAL_NORM) {
-    d->final_norm.assign(values, values + n);
-    return;
-  }
-  Layer& l = d->layers[static_cast<size_t>(layer)];
-  switch (which) {
-    case DSPARK_INPUT_NORM: l.input_norm.assign(values, values + n); return;
-    case DSPARK_POST_NORM: l.post_norm.assign(values, values + n); return;
-    case DSPARK_Q_NORM: l.q_norm.assign(values, values + n); return;
-    case DSPARK_K_NORM: l.k_norm.assign(values, values + n); return;
-  }
+int32_t dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n) {
+  return guarded([&] {
+    auto* d = static_cast<Decoder*>(decoder);
+    if (which == DSPARK_FINAL_NORM) {
+      d->final_norm.assign(values, values + n);
+      return;
+    }
+    Layer& l = d->layers[static_cast<size_t>(layer)];
+    switch (which) {
+      case DSPARK_INPUT_NORM: l.input_norm.assign(values, values + n); return;
+      case DSPARK_POST_NORM: l.post_norm.assign(values, values + n); return;
+      case DSPARK_Q_NORM: l.q_norm.assign(values, values + n); return;
+      case DSPARK_K_NORM: l.k_norm.assign(values, values + n); return;
+    }
+  });
 }
 
 void dspark_decoder_set_ends(void* decoder, void* embedding, void* head) {
@@ -619,19 +621,23 @@ void dspark_decoder_set_ends(void* decoder, void* embedding, void* head) {
 }
 
 int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots) {
-  return static_cast<Decoder*>(decoder)->allocate_cache(num_slots) ? 0 : -1;
+  return guarded([&] { static_cast<Decoder*>(decoder)->allocate_cache(num_slots); });
 }
 
 void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to) {
   static_cast<Decoder*>(decoder)->move_cache(num, from, to);
 }
 
-void dspark_decoder_forward(void* decoder, const DSparkPass* pass) { static_cast<Decoder*>(decoder)->forward(*pass); }
+int32_t dspark_decoder_forward(void* decoder, const DSparkPass* pass) {
+  return guarded([&] { static_cast<Decoder*>(decoder)->forward(*pass); });
+}
 
-void dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features, int32_t num_rows,
+int32_t dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features, int32_t num_rows,
                            const int32_t* positions, const int32_t* slots, const float* cos, const float* sin) {
-  static_cast<Decoder*>(decoder)->append(*static_cast<Matrix*>(fc), norm, features, num_rows, positions, slots, cos,
-                                         sin);
+  return guarded([&] {
+    static_cast<Decoder*>(decoder)->append(*static_cast<Matrix*>(fc), norm, features, num_rows, positions, slots, cos,
+                                           sin);
+  });
 }
 
 }  // extern "C"

@@ -1,4 +1,6 @@
-/* The C interface: raw pointers, no ownership of arrays, no errors. The Python binding checks every argument first.
+/* The C interface: raw pointers, no ownership of arrays. The Python binding checks every argument first, so the only
+ * failure is a lack of memory: calls that return int32_t give 0, or -1 then, and *_create give null; nothing is leaked, and
+ * every handle may be used again. dspark_last_error says what could not be allocated.
  *
  * A call is made by one thread at a time per pool. Handles are freed by their *_destroy function. */
 #pragma once
@@ -18,23 +20,26 @@ enum { DSPARK_INPUT_NORM = 0, DSPARK_POST_NORM = 1, DSPARK_Q_NORM = 2, DSPARK_K_
 /* Best of "avx512", "avxvnni", "avx2", "portable" that this processor runs, at most `wanted` when it is not null. */
 DSPARK_API const char* dspark_isa(const char* wanted);
 
+/* Of the calling thread's last call that failed: what had no memory, and how many bytes where that is known. */
+DSPARK_API const char* dspark_last_error(void);
+
 DSPARK_API void* dspark_pool_create(int32_t num_threads, int32_t pin);
 DSPARK_API void dspark_pool_destroy(void* pool);
 DSPARK_API int32_t dspark_pool_threads(void* pool);
 
-/* Memory for weights, in huge pages where the system gives them; freed as a whole. Null when there is none left. */
+/* Memory for weights, in huge pages where the system gives them; freed as a whole. */
 DSPARK_API void* dspark_arena_create(void);
 DSPARK_API void dspark_arena_destroy(void* arena);
 DSPARK_API int64_t dspark_arena_bytes(void* arena);
 
 /* A weight matrix [n, k] of dtype 0 float32, 1 bfloat16, 2 int8; lives as long as its arena. */
 DSPARK_API void* dspark_matrix_create(void* arena, int32_t dtype, int32_t n, int32_t k);
-DSPARK_API void dspark_matrix_pack(void* matrix, void* pool, const float* rows, int32_t num_rows, int32_t first_row,
+DSPARK_API int32_t dspark_matrix_pack(void* matrix, void* pool, const float* rows, int32_t num_rows, int32_t first_row,
                                    int32_t kind);
-DSPARK_API void dspark_matrix_rows(void* matrix, void* pool, const int32_t* rows, int32_t num_rows, float* out);
+DSPARK_API int32_t dspark_matrix_rows(void* matrix, void* pool, const int32_t* rows, int32_t num_rows, float* out);
 DSPARK_API int64_t dspark_matrix_bytes(void* matrix);
 /* out [rows, n] = x [rows, k] W^T */
-DSPARK_API void dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out);
+DSPARK_API int32_t dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out);
 
 typedef struct {
   int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
@@ -47,9 +52,8 @@ typedef struct {
 DSPARK_API void* dspark_decoder_create(const DSparkDecoderConfig* config, void* pool);
 DSPARK_API void dspark_decoder_destroy(void* decoder);
 DSPARK_API void dspark_decoder_set_matrix(void* decoder, int32_t layer, int32_t which, void* matrix);
-DSPARK_API void dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n);
+DSPARK_API int32_t dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n);
 DSPARK_API void dspark_decoder_set_ends(void* decoder, void* embedding, void* head);
-/* Returns 0, or -1 when there is no memory. */
 DSPARK_API int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots);
 /* Copy keys and values of every layer from slot from[i] to slot to[i], in order. */
 DSPARK_API void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to);
@@ -67,11 +71,11 @@ typedef struct {
   uint8_t* finite;             /* [num_logit_rows] or null */
 } DSparkPass;
 
-DSPARK_API void dspark_decoder_forward(void* decoder, const DSparkPass* pass);
+DSPARK_API int32_t dspark_decoder_forward(void* decoder, const DSparkPass* pass);
 
 /* Write keys and values of every layer for rows of raw input (no layer norm, no queries): features [rows, fc.k]
  * -> fc -> RMSNorm(norm) -> each layer's K and V projections -> cache. */
-DSPARK_API void dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features,
+DSPARK_API int32_t dspark_decoder_append(void* decoder, void* fc, const float* norm, const float* features,
                                       int32_t num_rows, const int32_t* positions, const int32_t* slots,
                                       const float* cos, const float* sin);
 
@@ -97,7 +101,7 @@ DSPARK_API void* dspark_head_create(const DSparkHeadConfig* config, void* pool);
 DSPARK_API void dspark_head_destroy(void* head);
 /* Draw arg-max tokens left to right. hidden [n, steps, d]; logits [n, steps, Vd] hold U_k and leave as U_k + B_k;
  * tokens, finite, confidence [n, steps] (confidence may be null). */
-DSPARK_API void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
+DSPARK_API int32_t dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
                                    const float* hidden, float* logits, int32_t* tokens, uint8_t* finite,
                                    float* confidence);
 /* How the drafts of one sequence are drawn (dspark/sampling). */
@@ -114,20 +118,20 @@ typedef struct {
 
 /* As dspark_head_greedy, drawn by samplings [n]. Of each draft also q: probs [n, steps, Vd] of the draft-vocabulary
  * entries [n, steps, Vd] that were kept, count [n, steps]; count 0 = arg-max, count Vd = all, entries not written. */
-DSPARK_API void dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
+DSPARK_API int32_t dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors,
                                    const float* hidden, float* logits, const DSparkSampling* samplings,
                                    int32_t* tokens, uint8_t* finite, float* confidence, double* probs,
                                    int32_t* entries, int32_t* count);
 /* One step: bias [n, Vd] = B_k; state [n, rank] is read and replaced (rnn). */
-DSPARK_API void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
+DSPARK_API int32_t dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
                                  float* state, float* bias);
-DSPARK_API void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous,
+DSPARK_API int32_t dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous,
                                        const float* hidden, float* confidence);
 
 /* Seconds that all threads of the pool take to read `bytes` of memory once, the best of three; 0 without memory. */
 DSPARK_API double dspark_read_seconds(void* pool, const char* isa, int64_t bytes);
 /* Seconds of each of `times` reads of all that lies in the arena, one after the other. */
-DSPARK_API void dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds);
+DSPARK_API int32_t dspark_arena_read_seconds(void* arena, void* pool, const char* isa, int32_t times, double* seconds);
 
 #ifdef __cplusplus
 }

@@ -23,7 +23,7 @@ typedef struct {
 /* `config` must be of kind DSPARK_HEAD_NONE or DSPARK_HEAD_VANILLA; its arrays are borrowed. */
 DSPARK_API void* dspark_tree_create(const DSparkHeadConfig* config, void* pool);
 DSPARK_API void dspark_tree_destroy(void* tree);
-DSPARK_API void dspark_tree_build(void* tree, const DSparkTreeCall* call);
+DSPARK_API int32_t dspark_tree_build(void* tree, const DSparkTreeCall* call);
 
 #ifdef __cplusplus
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dspark_native.h"
+#include "head.hpp"
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "memory.hpp"
@@ -32,6 +33,25 @@ struct PhaseInfo {
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace
+
+void embed_token(const DSparkHeadConfig& c, int32_t token, float* out) {
+  const int64_t row = c.previous_to_row ? c.previous_to_row[token] : token;
+  if (c.w1_is_bfloat16) {
+    const uint16_t* from = static_cast<const uint16_t*>(c.w1) + row * c.rank;
+    for (int i = 0; i < c.rank; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+      std::memcpy(out + i, &bits, 4);
+    }
+  } else {
+    std::memcpy(out, static_cast<const float*>(c.w1) + row * c.rank, static_cast<size_t>(c.rank) * 4);
+  }
+}
+
+float rate_slot(const DSparkHeadConfig& c, const Kernels& kernels, const float* hidden, const float* embedded) {
+  float sum = kernels.dot(hidden, c.confidence, c.hidden_size) + c.confidence_bias;
+  if (c.confidence_sees_previous) sum += kernels.dot(embedded, c.confidence + c.hidden_size, c.rank);
+  return sum;
+}
 
 class Head {
  public:
@@ -65,8 +85,6 @@ class Head {
   void plan_step(int step);
   void draw(int step, int i);
   void run(PhaseInfo phase, int begin, int end);
-  void embed(int32_t token, float* out) const;
-  float rate(const float* hidden, const float* embedded) const;
   int32_t pick(int step, int64_t at) const;
   void embed_row(int step, int i);
   void mix_row(int i);
@@ -165,7 +183,7 @@ void Head::sample(int num, int steps, const int32_t* anchors, const float* hidde
   if (noise) {
     const int32_t last = c_.draft_to_target ? c_.draft_to_target[c_.draft_vocab_size - 1] : c_.draft_vocab_size - 1;
     noise_counters_ = last / 16 + 1;
-    noise_.reserve(int64_t{num} * steps * noise_counters_ * 16);
+    noise_.reserve(int64_t{num} * steps * noise_counters_ * 16, "the noise of drawn drafts");
     add(kNoise, 0, num * steps);
   }
   if (scratch_.size() < static_cast<size_t>(num)) scratch_.resize(static_cast<size_t>(num));
@@ -195,28 +213,9 @@ void Head::confidence(int num, const int32_t* previous, const float* hidden, flo
   reserve(num);
   for (int i = 0; i < num; ++i) {
     float* embedded = embedded_.as<float>();
-    if (c_.kind != DSPARK_HEAD_NONE) embed(previous[i], embedded);
-    out[i] = rate(hidden + int64_t{i} * c_.hidden_size, embedded);
+    if (c_.kind != DSPARK_HEAD_NONE) embed_token(c_, previous[i], embedded);
+    out[i] = rate_slot(c_, kernels_, hidden + int64_t{i} * c_.hidden_size, embedded);
   }
-}
-
-void Head::embed(int32_t token, float* out) const {
-  const int64_t row = c_.previous_to_row ? c_.previous_to_row[token] : token;
-  if (c_.w1_is_bfloat16) {
-    const uint16_t* from = static_cast<const uint16_t*>(c_.w1) + row * c_.rank;
-    for (int i = 0; i < c_.rank; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-      std::memcpy(out + i, &bits, 4);
-    }
-  } else {
-    std::memcpy(out, static_cast<const float*>(c_.w1) + row * c_.rank, static_cast<size_t>(c_.rank) * 4);
-  }
-}
-
-float Head::rate(const float* hidden, const float* embedded) const {
-  float sum = kernels_.dot(hidden, c_.confidence, c_.hidden_size) + c_.confidence_bias;
-  if (c_.confidence_sees_previous) sum += kernels_.dot(embedded, c_.confidence + c_.hidden_size, c_.rank);
-  return sum;
 }
 
 // The arg-max entry of one row of logits. With `greedy_confidence` its own probability is rated too: at temperature 0 the
@@ -241,8 +240,8 @@ int32_t Head::pick(int step, int64_t at) const {
 void Head::embed_row(int step, int i) {
   float* embedded = embedded_.as<float>() + int64_t{i} * (c_.rank + 16);
   const float* hidden = hidden_of(i, step);
-  if (c_.kind != DSPARK_HEAD_NONE) embed(previous_[static_cast<size_t>(i)], embedded);
-  if (confidence_) confidence_[int64_t{i} * steps_ + step] = rate(hidden, embedded);
+  if (c_.kind != DSPARK_HEAD_NONE) embed_token(c_, previous_[static_cast<size_t>(i)], embedded);
+  if (confidence_) confidence_[int64_t{i} * steps_ + step] = rate_slot(c_, kernels_, hidden, embedded);
   if (c_.kind == DSPARK_HEAD_VANILLA) bias_input(i, embedded);
   if (!mix_) return;
   const size_t rank_bytes = static_cast<size_t>(c_.rank) * 4, hidden_bytes = static_cast<size_t>(c_.hidden_size) * 4;
@@ -360,31 +359,39 @@ using namespace dspark;
 extern "C" {
 
 void* dspark_head_create(const DSparkHeadConfig* config, void* pool) {
-  return new Head(*config, *static_cast<Pool*>(pool));
+  return made([&] { return new Head(*config, *static_cast<Pool*>(pool)); });
 }
 
 void dspark_head_destroy(void* head) { delete static_cast<Head*>(head); }
 
-void dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
+int32_t dspark_head_greedy(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
                         float* logits, int32_t* tokens, uint8_t* finite, float* confidence) {
-  static_cast<Head*>(head)->greedy(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence);
+  return guarded([&] {
+    static_cast<Head*>(head)->greedy(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence);
+  });
 }
 
-void dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
+int32_t dspark_head_sample(void* head, int32_t num_sequences, int32_t steps, const int32_t* anchors, const float* hidden,
                         float* logits, const DSparkSampling* samplings, int32_t* tokens, uint8_t* finite,
                         float* confidence, double* probs, int32_t* entries, int32_t* count) {
-  static_cast<Head*>(head)->sample(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence,
-                                   samplings, probs, entries, count);
+  return guarded([&] {
+    static_cast<Head*>(head)->sample(num_sequences, steps, anchors, hidden, logits, tokens, finite, confidence,
+                                     samplings, probs, entries, count);
+  });
 }
 
-void dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden, float* state,
+int32_t dspark_head_step(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden, float* state,
                       float* bias) {
-  static_cast<Head*>(head)->step(num_sequences, previous, hidden, state, bias);
+  return guarded([&] {
+    static_cast<Head*>(head)->step(num_sequences, previous, hidden, state, bias);
+  });
 }
 
-void dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
+int32_t dspark_head_confidence(void* head, int32_t num_sequences, const int32_t* previous, const float* hidden,
                             float* confidence) {
-  static_cast<Head*>(head)->confidence(num_sequences, previous, hidden, confidence);
+  return guarded([&] {
+    static_cast<Head*>(head)->confidence(num_sequences, previous, hidden, confidence);
+  });
 }
 
 }  // extern "C"

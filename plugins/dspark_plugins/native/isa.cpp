@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "dspark_native.h"
+#include "memory.hpp"
 #include "pool.hpp"
 
 namespace dspark {
@@ -45,7 +46,9 @@ extern "C" {
 
 const char* dspark_isa(const char* wanted) { return dspark::kernels_for(wanted).name; }
 
-void* dspark_pool_create(int32_t num_threads, int32_t pin) { return new dspark::Pool(num_threads, pin != 0); }
+void* dspark_pool_create(int32_t num_threads, int32_t pin) {
+  return dspark::made([&] { return new dspark::Pool(num_threads, pin != 0); });
+}
 void dspark_pool_destroy(void* pool) { delete static_cast<dspark::Pool*>(pool); }
 int32_t dspark_pool_threads(void* pool) { return static_cast<dspark::Pool*>(pool)->num_threads(); }
 

@@ -140,39 +140,44 @@ using namespace dspark;
 
 extern "C" {
 
-void* dspark_arena_create(void) { return new Arena; }
+void* dspark_arena_create(void) { return made([&] { return new Arena; }); }
 void dspark_arena_destroy(void* arena) { delete static_cast<Arena*>(arena); }
 int64_t dspark_arena_bytes(void* arena) { return static_cast<Arena*>(arena)->used(); }
 
 void* dspark_matrix_create(void* arena, int32_t dtype, int32_t n, int32_t k) {
-  auto* a = static_cast<Arena*>(arena);
-  Matrix m{};
-  m.dtype = static_cast<Dtype>(dtype);
-  m.n = n;
-  m.k = k;
-  m.k_pad = round_up(k, kGroup);
-  m.panels = round_up(n, kPanel) / kPanel;
-  m.panel_bytes = static_cast<int64_t>(m.k_pad) / inputs_per_step(m.dtype) * kStepBytes;
-  m.data = static_cast<uint8_t*>(a->allocate(m.panel_bytes * m.panels));
-  if (!m.data) return nullptr;
-  if (m.dtype == kInt8) {
-    m.scales = static_cast<float*>(a->allocate(int64_t{m.panels} * kPanel * 4));
-    if (!m.scales) return nullptr;
-    // Outputs that are never packed must read as zero: 128 stands for it.
-    for (int64_t p = n / kPanel; p < m.panels; ++p) std::memset(m.data + p * m.panel_bytes, 128, m.panel_bytes);
-  }
-  a->matrices.push_back(new Matrix(m));
-  return a->matrices.back();
+  return made([&] {
+    auto* a = static_cast<Arena*>(arena);
+    Matrix m{};
+    m.dtype = static_cast<Dtype>(dtype);
+    m.n = n;
+    m.k = k;
+    m.k_pad = round_up(k, kGroup);
+    m.panels = round_up(n, kPanel) / kPanel;
+    m.panel_bytes = static_cast<int64_t>(m.k_pad) / inputs_per_step(m.dtype) * kStepBytes;
+    m.data = static_cast<uint8_t*>(a->allocate(m.panel_bytes * m.panels));
+    if (m.dtype == kInt8) {
+      m.scales = static_cast<float*>(a->allocate(int64_t{m.panels} * kPanel * 4));
+      // Outputs that are never packed must read as zero: 128 stands for it.
+      for (int64_t p = n / kPanel; p < m.panels; ++p) std::memset(m.data + p * m.panel_bytes, 128, m.panel_bytes);
+    }
+    a->matrices.reserve(a->matrices.size() + 1);
+    a->matrices.push_back(new Matrix(m));
+    return a->matrices.back();
+  });
 }
 
-void dspark_matrix_pack(void* matrix, void* pool, const float* rows, int32_t num_rows, int32_t first_row, int32_t kind) {
-  PackJob job{static_cast<Matrix*>(matrix), rows, first_row, kind};
-  static_cast<Pool*>(pool)->run(&num_rows, 1, pack_items, &job);
+int32_t dspark_matrix_pack(void* matrix, void* pool, const float* rows, int32_t num_rows, int32_t first_row, int32_t kind) {
+  return guarded([&] {
+    PackJob job{static_cast<Matrix*>(matrix), rows, first_row, kind};
+    static_cast<Pool*>(pool)->run(&num_rows, 1, pack_items, &job);
+  });
 }
 
-void dspark_matrix_rows(void* matrix, void* pool, const int32_t* rows, int32_t num_rows, float* out) {
-  RowsJob job{static_cast<Matrix*>(matrix), rows, out};
-  static_cast<Pool*>(pool)->run(&num_rows, 1, rows_items, &job);
+int32_t dspark_matrix_rows(void* matrix, void* pool, const int32_t* rows, int32_t num_rows, float* out) {
+  return guarded([&] {
+    RowsJob job{static_cast<Matrix*>(matrix), rows, out};
+    static_cast<Pool*>(pool)->run(&num_rows, 1, rows_items, &job);
+  });
 }
 
 int64_t dspark_matrix_bytes(void* matrix) {
@@ -180,15 +185,17 @@ int64_t dspark_matrix_bytes(void* matrix) {
   return m->panel_bytes * m->panels + (m->scales ? int64_t{m->panels} * kPanel * 4 : 0);
 }
 
-void dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out) {
-  auto* m = static_cast<Matrix*>(matrix);
-  Buffer buffer;
-  const Kernels& kernels = kernels_for(isa);
-  const int64_t stride = kernels.row_bytes(m->dtype, m->k_pad);
-  buffer.reserve(stride * rows);
-  ApplyJob job{&kernels, m, x, rows, out, buffer.as<uint8_t>(), stride};
-  const int32_t totals[2] = {rows, m->panels};
-  static_cast<Pool*>(pool)->run(totals, 2, apply_items, &job);
+int32_t dspark_matrix_apply(void* matrix, void* pool, const char* isa, const float* x, int32_t rows, float* out) {
+  return guarded([&] {
+    auto* m = static_cast<Matrix*>(matrix);
+    Buffer buffer;
+    const Kernels& kernels = kernels_for(isa);
+    const int64_t stride = kernels.row_bytes(m->dtype, m->k_pad);
+    buffer.reserve(stride * rows, "the inputs of a product");
+    ApplyJob job{&kernels, m, x, rows, out, buffer.as<uint8_t>(), stride};
+    const int32_t totals[2] = {rows, m->panels};
+    static_cast<Pool*>(pool)->run(totals, 2, apply_items, &job);
+  });
 }
 
 }  // extern "C"

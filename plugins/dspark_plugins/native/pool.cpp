@@ -7,6 +7,8 @@
 
 #include <climits>
 
+#include "memory.hpp"
+
 namespace dspark {
 namespace {
 
@@ -136,7 +138,13 @@ void Pool::walk(uint32_t epoch, int thread) {
     Phase& phase = phases_[static_cast<size_t>(i)];
     int begin = 0, end = 0;
     while (take(phase, epoch, &begin, &end)) {
-      body_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), i, begin, end, thread);
+      try {
+        if (!failed_.load(std::memory_order_relaxed)) {
+          body_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), i, begin, end, thread);
+        }
+      } catch (const std::exception&) {
+        failed_.store(true);
+      }
       const uint32_t count = static_cast<uint32_t>(end - begin);
       const uint32_t total = phase.total.load(std::memory_order_relaxed);
       if (phase.done.fetch_add(count) + count == total && sleepers_.load() > 0) {
@@ -157,8 +165,8 @@ void Pool::run(const int32_t* totals, int num_phases, Body body, void* context) 
   }
   if (num_phases > capacity_) {
     while (walking_.load() != 0) sched_yield();  // a late thread may still be looking at the old list
+    phases_.reset(new Phase[static_cast<size_t>(num_phases + 64)]);
     capacity_ = num_phases + 64;
-    phases_.reset(new Phase[static_cast<size_t>(capacity_)]);
   }
   if (++epoch_ == UINT32_MAX) epoch_ = 1;
   for (int i = 0; i < num_phases; ++i) {
@@ -179,6 +187,7 @@ void Pool::run(const int32_t* totals, int num_phases, Body body, void* context) 
     event_.fetch_add(1);
     futex_wake(event_);
   }
+  if (failed_.exchange(false)) throw OutOfMemory("the lists of a pass", 0);
 }
 
 }  // namespace dspark

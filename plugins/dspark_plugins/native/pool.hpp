@@ -23,7 +23,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const { return num_threads_; }
-  // Run phases 0..num_phases-1 in order; phase i has totals[i] items. Returns when all are done.
+  // Run phases 0..num_phases-1 in order; phase i has totals[i] items. Returns when all are done. Where an item throws on
+  // any thread, later ones are passed over and OutOfMemory is thrown: items throw for want of memory alone.
   void run(const int32_t* totals, int num_phases, Body body, void* context);
 
  private:
@@ -57,6 +58,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> event_{0};     // moves when a phase ends
   alignas(64) std::atomic<uint32_t> sleepers_{0};  // threads asleep inside a pass
   std::atomic<uint32_t> walking_{0};               // threads that may look at phases_
+  std::atomic<bool> failed_{false};                // an item of this pass threw
   std::atomic<bool> stop_{false};
 };
 

@@ -76,7 +76,12 @@ inline vf vfrom_int(vi a) { return _mm512_cvtepi32_ps(a); }
 
 inline vw wload(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline vw wxor(vw a, vw b) { return _mm512_xor_si512(a, b); }
-inline uint32_t wfold(vw a) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(a)); }
+inline uint32_t wfold(vw a) {
+  uint32_t lane[16], all = 0;
+  _mm512_storeu_si512(lane, a);
+  for (int i = 0; i < 16; ++i) all ^= lane[i];
+  return all;
+}
 inline vf step_fp32(vf acc, vw w, const uint8_t* x) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_set1_ps(*reinterpret_cast<const float*>(x)), acc);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dspark_tree.h"
+#include "head.hpp"
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "memory.hpp"
@@ -84,7 +85,7 @@ void Tree::build(const DSparkTreeCall& call) {
   for (int k = 1; k < call.steps; ++k) widths_.push_back(std::min(call.width, widths_.back() * call.branch));
   const size_t most = static_cast<size_t>(n) * static_cast<size_t>(call.width);
   embedded_.reserve(static_cast<int64_t>(most) * (c_.rank + 16) * 4);
-  bias_.reserve(static_cast<int64_t>(most) * c_.draft_vocab_size * 4);
+  bias_.reserve(static_cast<int64_t>(most) * c_.draft_vocab_size * 4, "the logits of a tree");
   if (w2_) {
     z_stride_ = kernels_.row_bytes(w2_->dtype, w2_->k_pad);
     z_.reserve(static_cast<int64_t>(most) * z_stride_);
@@ -125,24 +126,11 @@ void Tree::embed_row(int level, int row) {
   const float* hidden = call_.hidden + (int64_t{i} * call_.steps + level) * c_.hidden_size;
   float* embedded = embedded_.as<float>() + int64_t{row} * (c_.rank + 16);
   if (c_.kind != DSPARK_HEAD_NONE) {
-    const int32_t token = end_token(level, row);
-    const int64_t from = c_.previous_to_row ? c_.previous_to_row[token] : token;
-    if (c_.w1_is_bfloat16) {
-      const uint16_t* bits = static_cast<const uint16_t*>(c_.w1) + from * c_.rank;
-      for (int j = 0; j < c_.rank; ++j) {
-        const uint32_t wide = static_cast<uint32_t>(bits[j]) << 16;
-        std::memcpy(embedded + j, &wide, 4);
-      }
-    } else {
-      std::memcpy(embedded, static_cast<const float*>(c_.w1) + from * c_.rank, static_cast<size_t>(c_.rank) * 4);
-    }
+    embed_token(c_, end_token(level, row), embedded);
     kernels_.prepare_row(embedded, nullptr, 0.0f, c_.rank, w2_->k_pad, w2_->dtype,
                          z_.as<uint8_t>() + row * z_stride_);
   }
-  if (!c_.confidence) return;
-  float sum = kernels_.dot(hidden, c_.confidence, c_.hidden_size) + c_.confidence_bias;
-  if (c_.confidence_sees_previous) sum += kernels_.dot(embedded, c_.confidence + c_.hidden_size, c_.rank);
-  rating_[static_cast<size_t>(row)] = sum;
+  if (c_.confidence) rating_[static_cast<size_t>(row)] = rate_slot(c_, kernels_, hidden, embedded);
 }
 
 void Tree::top_row(int level, int row) {
@@ -243,11 +231,13 @@ using namespace dspark;
 extern "C" {
 
 void* dspark_tree_create(const DSparkHeadConfig* config, void* pool) {
-  return new Tree(*config, *static_cast<Pool*>(pool));
+  return made([&] { return new Tree(*config, *static_cast<Pool*>(pool)); });
 }
 
 void dspark_tree_destroy(void* tree) { delete static_cast<Tree*>(tree); }
 
-void dspark_tree_build(void* tree, const DSparkTreeCall* call) { static_cast<Tree*>(tree)->build(*call); }
+int32_t dspark_tree_build(void* tree, const DSparkTreeCall* call) {
+  return guarded([&] { static_cast<Tree*>(tree)->build(*call); });
+}
 
 }  // extern "C"

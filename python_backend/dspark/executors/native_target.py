@@ -168,7 +168,7 @@ class NativeTarget:
         """Run one pass.
 
         Raises:
-            EngineError: a batch that does not fit its own description, this model or its cache.
+            EngineError: a batch that does not fit its own description, this model or its cache, or no memory for it.
         """
         self._check(batch)
         num_rows, num_picked = len(batch.tokens), len(batch.logit_rows)
@@ -181,34 +181,37 @@ class NativeTarget:
             np.empty((num_rows, len(self._taps) * hidden_size), np.float32) if len(self._taps) else None
         )
         ancestors = batch.ancestors
-        self._decoder.forward(
-            Pass(
-                num_rows=num_rows,
-                num_sequences=len(batch.context_len),
-                max_pages=batch.page_table.shape[1],
-                page_size=self._page_size,
-                mask_words=0 if ancestors is None else ancestors.shape[1],
-                visibility=CHAIN if ancestors is None else MASK,
-                num_logit_rows=num_picked,
-                num_taps=len(self._taps),
-                logits_width=vocab_size,
-                tokens=batch.tokens.ctypes.data,
-                positions=batch.positions.ctypes.data,
-                query_start=batch.query_start.ctypes.data,
-                context_len=batch.context_len.ctypes.data,
-                page_table=batch.page_table.ctypes.data,
-                slots=batch.slots.ctypes.data,
-                ancestors=None if ancestors is None else ancestors.ctypes.data,
-                logit_rows=batch.logit_rows.ctypes.data,
-                taps=self._taps.ctypes.data,
-                cos=self._rope.cos.ctypes.data,
-                sin=self._rope.sin.ctypes.data,
-                features=None if features is None else features.ctypes.data,
-                logits=logits.ctypes.data,
-                argmax=argmax.ctypes.data,
-                finite=finite.ctypes.data,
+        try:
+            self._decoder.forward(
+                Pass(
+                    num_rows=num_rows,
+                    num_sequences=len(batch.context_len),
+                    max_pages=batch.page_table.shape[1],
+                    page_size=self._page_size,
+                    mask_words=0 if ancestors is None else ancestors.shape[1],
+                    visibility=CHAIN if ancestors is None else MASK,
+                    num_logit_rows=num_picked,
+                    num_taps=len(self._taps),
+                    logits_width=vocab_size,
+                    tokens=batch.tokens.ctypes.data,
+                    positions=batch.positions.ctypes.data,
+                    query_start=batch.query_start.ctypes.data,
+                    context_len=batch.context_len.ctypes.data,
+                    page_table=batch.page_table.ctypes.data,
+                    slots=batch.slots.ctypes.data,
+                    ancestors=None if ancestors is None else ancestors.ctypes.data,
+                    logit_rows=batch.logit_rows.ctypes.data,
+                    taps=self._taps.ctypes.data,
+                    cos=self._rope.cos.ctypes.data,
+                    sin=self._rope.sin.ctypes.data,
+                    features=None if features is None else features.ctypes.data,
+                    logits=logits.ctypes.data,
+                    argmax=argmax.ctypes.data,
+                    finite=finite.ctypes.data,
+                )
             )
-        )
+        except NativeError as error:
+            raise EngineError(f"a pass of {num_rows} rows: {error}") from error
         return TargetOutput(logits=logits, argmax=argmax, finite=finite, features=features)
 
     def _need_cache(self) -> None:
