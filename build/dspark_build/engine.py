@@ -14,7 +14,7 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -278,11 +278,14 @@ def _build(
     title = f"Layers of {name}.plan, sm {sm}"
     write_text(out / f"{name}.layers.md", report_text(title, built.layers, [p.name for p in profiles]))
     kinds = Counter(layer.kind for layer in built.layers)
+    spills = {entry.key: entry.spill_bytes for entry in compiler.entries.values() if entry.spill_bytes}
     plugins = len(built.plugin_nodes)
     say(
         f"{name}: {data.nbytes / 1e6:.1f} MB in {seconds:.0f} s; {plugins} of {plugins} plugin nodes are plugins, "
-        f"no attention left unfused; {len(built.layers)} layers ({name}.layers.md)"
+        f"no attention left unfused, {_told_spills(spills)}; {len(built.layers)} layers ({name}.layers.md)"
     )
+    for key, spilled in spills.items():
+        say(f"{name}: spills {spilled} bytes a thread: {key}")
     return PlanFile(
         file=ExportedFile(
             name=f"{name}.plan", num_bytes=data.nbytes, sha256=hashlib.sha256(data).hexdigest()
@@ -290,11 +293,16 @@ def _build(
         num_layers=len(built.layers),
         num_plugins=plugins,
         kernels=dict(Counter(entry.kernel for entry in compiler.entries.values())),
+        spills=spills,
         kinds=dict(kinds.most_common()),
         bindings=[asdict(binding) for binding in bindings],
         profiles=[{"name": p.name, "sizes": {d: list(r) for d, r in p.sizes.items()}} for p in profiles],
         build_s=round(seconds, 1),
     )
+
+
+def _told_spills(spills: Mapping[str, int]) -> str:
+    return f"{len(spills)} kernels spill" if spills else "no kernel spills"
 
 
 def _write(stream: Any, data: memoryview) -> None:

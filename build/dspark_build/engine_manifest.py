@@ -29,6 +29,9 @@ class PlanFile:
     num_layers: int
     num_plugins: int  # nodes; each is one layer in every profile
     kernels: dict[str, int]  # compiled forms of each kernel
+    spills: dict[
+        str, int
+    ]  # bytes that a thread of a form moves through memory for want of registers; those that do
     kinds: dict[str, int]  # layers of each kind, over all profiles
     bindings: list[dict[str, Any]]  # as in export.json
     profiles: list[dict[str, Any]]  # name, and [least, usual, most] of every dimension

@@ -11,6 +11,7 @@ import torch
 from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark_plugins import ops
+from dspark_plugins.kernels import plans
 from dspark_plugins.ops.launchers.block_sample import launch_block_sample
 from torch import Tensor
 
@@ -116,6 +117,22 @@ def test_reduced_vocabularies(head: str) -> None:
 @pytest.mark.parametrize(("vocab_size", "block_size"), [(1, 1), (7, 7), (128, 2), (999, 1), (4099, 1)])
 def test_any_vocabulary_and_block(vocab_size: int, block_size: int) -> None:
     check(arguments("vanilla", ["drawn", "coupled", "greedy"], vocab_size=vocab_size, block_size=block_size))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_more_tiles_than_are_looked_at_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_MOST_TILES", 2)
+    given = arguments("none", ["drawn", "coupled", "greedy", "all"] * 2, vocab_size=999, block_size=2)
+    base, seeds = given[0], given[5]
+    assert base is not None and seeds is not None
+    seeds += seed
+    base[0, 1, 900] = float("nan")
+    base[1, :, :700] = float("-inf")
+    base[2, 0, [500, 990]] = 50.0  # equals in two of the pieces
+    base[4, :, 300:] = float("-inf")
+    tokens, num_tokens, _, _ = check(given)
+    assert num_tokens[0] == 1 and tokens[2, 0] == 500 and int(tokens[1].min()) >= 700
+    assert int(tokens[4, : num_tokens[4]].max()) < 300
 
 
 @pytest.mark.parametrize(("hidden_size", "rank"), [(1, 1), (111, 7), (999, 16), (64, 40)])

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +77,7 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
     assert {path.name for path in built.iterdir()} == FILES
     manifest = whole_engine(built)
     target, drafter = manifest.plans
+    assert target.spills == drafter.spills == {}
     layers = load_target(home / "target").config.decoder.num_layers
     assert target.num_plugins == layers + 1
     assert target.kinds["PluginV3"] + target.kinds.get("custom_layer", 0) == 2 * (layers + 1)
@@ -206,6 +209,26 @@ def test_a_tensorrt_for_the_gpu_at_hand_builds_for_no_other(
         return
     with pytest.raises(ConfigError, match=told):
         engine_plan.check_architecture(89, "bf16")
+
+
+def test_kernels_that_spill_are_told(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dspark_build import engine_kernels
+
+    compiled = engine_kernels.build_kernels
+
+    def spilling(*args: Any, **more: Any) -> Any:
+        return [
+            replace(e, spill_bytes=8) if e.kernel == "walk_kernel" else e for e in compiled(*args, **more)
+        ]
+
+    monkeypatch.setattr(engine_kernels, "build_kernels", spilling)
+    assert engine(home, tmp_path / "out", drafter="none") == 0
+    (plan,) = whole_engine(tmp_path / "out").plans
+    assert [(key.split(",")[0], count) for key, count in plan.spills.items()] == [("walk_kernel", 8)]
+    told = capsys.readouterr().err
+    assert "target: spills 8 bytes a thread: walk_kernel," in told and "1 kernels spill" in told
 
 
 def test_unchanged_inputs_are_nothing_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,12 +49,14 @@ def _tanh(x):
 
 
 @triton.jit
-def _dot_rows(weight, stride, column, vector, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr):
+def _dot_rows(
+    weight, stride, column, vector, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, DEPTH: tl.constexpr
+):
     """Return weight[:RANK, column : column + RANK] @ vector[:RANK], [BLOCK_RANK] float32."""
     out = tl.arange(0, BLOCK_RANK)
     total = tl.zeros([BLOCK_RANK], tl.float32)
-    for start in range(0, RANK, 16):
-        c = start + tl.arange(0, 16)
+    for start in range(0, RANK, DEPTH):
+        c = start + tl.arange(0, DEPTH)
         x = tl.load(vector + c, mask=c < RANK, other=0.0).to(tl.float32)
         at = (out.to(tl.int64) * stride)[:, None] + (column + c)[None, :]
         w = tl.load(weight + at, mask=(out < RANK)[:, None] & (c < RANK)[None, :], other=0.0).to(tl.float32)
@@ -93,7 +95,7 @@ def _project(
 @triton.jit
 def _prepare(
     block, position, token, markov_in, mix_weight, projected, previous_rows, mixed, state, block_size, hidden_size,
-    HEAD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, PREVIOUS: tl.constexpr,
+    HEAD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, PREVIOUS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write what multiplies the output matrix at one position of a block, [RANK] float32; step the RNN's state."""
     if HEAD > 0:
@@ -114,9 +116,9 @@ def _prepare(
             for part in range(PARTS):
                 weight = mix_weight + stride.to(tl.int64) * RANK * part
                 total = tl.load(h + part * RANK + r, mask=r < RANK, other=0.0)
-                total += _dot_rows(weight, stride, column, embedded, RANK, BLOCK_RANK)
+                total += _dot_rows(weight, stride, column, embedded, RANK, BLOCK_RANK, DEPTH)
                 if HEAD == 3:
-                    total += _dot_rows(weight, stride, 0, its_state, RANK, BLOCK_RANK)
+                    total += _dot_rows(weight, stride, 0, its_state, RANK, BLOCK_RANK, DEPTH)
                 tl.store(h + part * RANK + r, total, mask=r < RANK)
             tl.debug_barrier()  # the sums are there, and everyone has read the state
             gate = _sigmoid(tl.load(h + r, mask=r < RANK, other=0.0))
@@ -202,18 +204,36 @@ def _score(
 
 
 @triton.jit
+def _tiles(tile_values, block, start, num_tiles, BLOCK_TILES: tl.constexpr):
+    """Return tiles of one block's row, which of them there are, where they are told of, and their largest logits."""
+    t = start + tl.arange(0, BLOCK_TILES)
+    has = t < num_tiles
+    at = block * num_tiles + t
+    return t, has, at, tl.load(tile_values + at * 3, mask=has, other=float("-inf"))
+
+
+@triton.jit
+def _tile_weights(tile_values, block, start, num_tiles, top, scale, BLOCK_TILES: tl.constexpr):
+    """Return tiles of one block's row, and their weights relative to the row's largest logit."""
+    t, has, at, tops = _tiles(tile_values, block, start, num_tiles, BLOCK_TILES)
+    weights = tl.load(tile_values + at * 3 + 1, mask=has, other=0.0)
+    return t, tl.where(weights > 0, weights * tl.exp((tops - top) * scale), 0.0)
+
+
+@triton.jit
 def _draw(
     block, position, row, temperature, top_k, top_p, min_p, positions, seeds, coupled, token_ids,
     tile_values, tile_entries, limits, bounds, vocab_size, num_tiles, block_size,
     MAPPED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_TILES: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
     """Draw one entry of one row, -1 where it is not finite; say in `limits`, `bounds` what it was drawn from."""
-    t = tl.arange(0, BLOCK_TILES)
-    has = t < num_tiles
-    at = block * num_tiles + t
-    tops = tl.load(tile_values + at * 3, mask=has, other=float("-inf"))
-    top = tl.max(tl.where(tops == tops, tops, float("-inf")), axis=0)
-    finite = (tl.max((tops != tops).to(tl.int32), axis=0) == 0) & (top < float("inf")) & (top > float("-inf"))
+    top = tl.full((), float("-inf"), tl.float32)
+    broken = tl.full((), 0, tl.int32)
+    for start in range(0, num_tiles, BLOCK_TILES):
+        _, _, _, tops = _tiles(tile_values, block, start, num_tiles, BLOCK_TILES)
+        broken = tl.maximum(broken, tl.max((tops != tops).to(tl.int32), axis=0))
+        top = tl.maximum(top, tl.max(tl.where(tops == tops, tops, float("-inf")), axis=0))
+    finite = (broken == 0) & (top < float("inf")) & (top > float("-inf"))
     heat = tl.load(temperature + block)
     k, p, floor = tl.load(top_k + block), tl.load(top_p + block), tl.load(min_p + block)
     seed, at_token = tl.load(seeds + block), tl.load(positions + block) + position
@@ -224,8 +244,11 @@ def _draw(
     total = tl.full((), 1.0, tl.float32)
     drawn = tl.full((), -1, tl.int32)
     if finite:
-        first_at = tl.load(tile_entries + at * 2, mask=has, other=_LAST)
-        drawn = tl.min(tl.where(tops == top, first_at, _LAST), axis=0)
+        drawn = tl.full((), _LAST, tl.int32)
+        for start in range(0, num_tiles, BLOCK_TILES):
+            _, has, at, tops = _tiles(tile_values, block, start, num_tiles, BLOCK_TILES)
+            first_at = tl.load(tile_entries + at * 2, mask=has, other=_LAST)
+            drawn = tl.minimum(drawn, tl.min(tl.where(tops == top, first_at, _LAST), axis=0))
         if heat > 0:
             if ((k > 0) & (k < vocab_size)) | (p < 1.0) | (floor > 0.0):
                 top, scale, cut, last, total, finite = truncate_row(row, vocab_size, heat, k, p, floor, SWEEP)
@@ -237,21 +260,40 @@ def _draw(
                     u = uniform_of(seed, at_token, position, DRAFT)
                     drawn = invert_row(row, vocab_size, top, scale, cut, last, total, u, SWEEP)
             else:
-                weights = tl.load(tile_values + at * 3 + 1, mask=has, other=0.0)
-                weights = tl.where(weights > 0, weights * tl.exp((tops - top) * scale), 0.0)
-                total = tl.sum(weights, axis=0)
+                total = tl.full((), 0.0, tl.float32)
+                for start in range(0, num_tiles, BLOCK_TILES):
+                    _, weights = _tile_weights(tile_values, block, start, num_tiles, top, scale, BLOCK_TILES)
+                    total += tl.sum(weights, axis=0)
                 if races:
-                    raced = tl.load(tile_values + at * 3 + 2, mask=has, other=float("-inf"))
-                    raced = tl.where(tops > float("-inf"), raced + (tops - top) * scale, float("-inf"))
-                    best = tl.max(raced, axis=0)
-                    winners = tl.load(tile_entries + at * 2 + 1, mask=has, other=_LAST)
-                    drawn = tl.min(tl.where(raced == best, winners, _LAST), axis=0)
+                    best = tl.full((), float("-inf"), tl.float32)
+                    for start in range(0, num_tiles, BLOCK_TILES):
+                        _, has, at, tops = _tiles(tile_values, block, start, num_tiles, BLOCK_TILES)
+                        raced = tl.load(tile_values + at * 3 + 2, mask=has, other=float("-inf"))
+                        raced = tl.where(tops > float("-inf"), raced + (tops - top) * scale, float("-inf"))
+                        here = tl.max(raced, axis=0)
+                        if here > best:  # the first of equals
+                            best = here
+                            winners = tl.load(tile_entries + at * 2 + 1, mask=has, other=_LAST)
+                            drawn = tl.min(tl.where(raced == here, winners, _LAST), axis=0)
                 else:
                     mass = uniform_of(seed, at_token, position, DRAFT) * total.to(tl.float64)
                     before = tl.full((), 0.0, tl.float64)
-                    tile, last_tile, _ = invert_tile(weights, t, before, mass, tl.full((), 0, tl.int32))
+                    running = tl.full((), 0.0, tl.float64)
+                    tile = tl.full((), -1, tl.int32)
+                    last_tile = tl.full((), 0, tl.int32)
+                    for start in range(0, num_tiles, BLOCK_TILES):
+                        if tile < 0:
+                            t, weights = _tile_weights(
+                                tile_values, block, start, num_tiles, top, scale, BLOCK_TILES
+                            )
+                            tile, last_tile, after = invert_tile(weights, t, running, mass, last_tile)
+                            chosen = tl.where(tile < 0, last_tile, tile)
+                            if chosen >= start:
+                                before = running + tl.sum(tl.where(t < chosen, weights, 0.0), axis=0).to(
+                                    tl.float64
+                                )
+                            running = after
                     tile = tl.where(tile < 0, last_tile, tile)
-                    before = tl.sum(tl.where(t < tile, weights, 0.0), axis=0).to(tl.float64)
                     entry = tile * BLOCK_V + tl.arange(0, BLOCK_V)
                     x = tl.load(row + entry, mask=entry < vocab_size, other=float("-inf"))
                     weight = tl.exp((x - top) * scale)
@@ -431,6 +473,7 @@ def block_sample_kernel(
                         _prepare(
                             block, position + 1, token, markov_in, mix_weight, projected, previous_rows, mixed,
                             state, block_size, hidden_size, HEAD, RANK, BLOCK_RANK, PREVIOUS,
+                            4 if DOT == "ieee" else 16,  # columns of a product; with more the compiler spills
                         )  # fmt: skip
         if phase + 1 < last_phase:
             # Everyone's writes are before their arrival, and everyone's arrival before anyone goes on.

@@ -37,6 +37,7 @@ SPLIT_LEN = 512  # context rows of one piece; fixed, so that the pieces do not d
 SPLIT_ROWS = 16  # passes with at most this many rows a sequence, on average, are split
 _WIDEST_TILE = 64
 SWEEP = 1024  # entries of a row of logits that a program looks at together
+_MOST_TILES = 512  # of a row that a program looks at together; with more the compiler spills
 VOCABULARY_TILE = 128  # draft logits of all blocks that a program corrects together
 
 Constant = int | float | bool | str
@@ -240,11 +241,12 @@ def block_sample(
             "MAPPED": mapped,
             "PREVIOUS": previous,
             "BLOCK_V": VOCABULARY_TILE,
-            "BLOCK_TILES": next_power_of_2(cdiv(vocab_size, VOCABULARY_TILE)),
-            "SWEEP": SWEEP,
+            "BLOCK_TILES": min(next_power_of_2(cdiv(vocab_size, VOCABULARY_TILE)), _MOST_TILES),
+            "SWEEP": SWEEP // 2,  # no spills
             "DOT": "ieee" if weight_dtype == "fp32" else "tf32",
         },
         num_warps=8,
+        num_stages=1 if weight_dtype == "fp32" else 2,  # no spills
         max_registers=255,
         cooperative=cooperative,
         dtypes={"io": dtype, "weight": weight_dtype},
