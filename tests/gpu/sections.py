@@ -361,24 +361,25 @@ def _served(results: Results, home: Path, **settings: Any) -> None:
 
     given: dict[str, Any] = {"page_size": PAGE, "max_batch_size": 4, "max_step_tokens": 64}
     asked = [*({} for _ in _PROMPTS[:-1]), {"temperature": 0.8, "seed": 5}]
-    found: dict[tuple[str, str], list[list[int]]] = {}
-    for policy in ("none", "fixed:3"):
+    for policy, rule in (("none", "auto"), ("fixed:3", "auto"), ("fixed:3", "rejection")):
+        found: dict[str, list[list[int]]] = {}
         for where, more in (("here", settings), ("torch on the CPU", {})):
-            made = make_engine(home / "target", drafter=home / "drafter", policy=policy, **given | more)
+            rules = given | {"rule": rule} | more
+            made = make_engine(home / "target", drafter=home / "drafter", policy=policy, **rules)
             requests = [
                 make_request(prompt, max_tokens=16, **params)
                 for prompt, params in zip(_PROMPTS, asked, strict=True)
             ]
             begin = time.perf_counter()
-            found[policy, where] = answers(made, requests)
-            seconds = (time.perf_counter() - begin) / sum(len(a) for a in found[policy, where])
+            found[where] = answers(made, requests)
+            seconds = (time.perf_counter() - begin) / sum(len(a) for a in found[where])
             if where == "here":
-                what = f"tiny pair, {settings.get('executor')}, policy {policy}, 4 requests, a token"
+                what = f"tiny pair, {settings.get('executor')}, policy {policy}, rule {rule}, 4 requests, a token"
                 results.timings.append(Timing("engine", what, seconds))
-        mine, theirs = found[policy, "here"], found[policy, "torch on the CPU"]
+        mine, theirs = found["here"], found["torch on the CPU"]
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             told = f"{a} here, {b} from torch on the CPU"
-            results.checks.append(Check("engine", f"policy {policy}, answer {i}", a == b, told))
+            results.checks.append(Check("engine", f"policy {policy}, rule {rule}, answer {i}", a == b, told))
 
 
 SECTIONS: dict[str, Callable[[Results, TimeLeft], None]] = {
