@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks this project on a machine with an NVIDIA GPU: kernels, plugins' launches, the torch executor, a small engine.
 #   tests/gpu/run.sh [--json FILE] [--minutes N] [--only SECTION,...]
-# Exit status: 0 all right, 1 something is wrong, 2 bad options, 77 no GPU here. Needs CUDA, torch and triton.
+# Every section has a process and a time of its own; one that hangs is ended, and the summary says so.
+# Exit status: 0 all right, 1 something is wrong or nothing was looked at, 2 bad options, 77 no GPU here. Needs CUDA, torch and triton.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$(dirname "$here")")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from dspark_plugins.kernels.sets import ModelShape
 from support.tiny_drafters import write_good_drafter
 from support.tiny_models import DictWeights, random_weights, tiny_config, write_tiny_target
 
-from gpu import sections
+from gpu import check, sections
 from gpu.cases import awkward_cases, load_case, moved
 from gpu.check import NO_GPU, arguments
 from gpu.decode import greedy
 from gpu.device import Speed
 from gpu.results import Check, Results, Timing
+from gpu.section_process import bounded
 from gpu.sections import SECTIONS, _as_node, difference, outputs_of
 
 SMALL = ModelShape("small", 4, 2, 16, 24, 300)
@@ -109,6 +111,77 @@ def test_the_summary_tells_failures_shares_and_what_was_left_out() -> None:
     assert text.endswith("1 passed, 2 failed")
     told = json.loads(results.json())
     assert told["timings"][0]["share"] == pytest.approx(0.5) and len(told["checks"]) == 3
+
+
+ODD_SECTIONS = """
+import os, subprocess, sys, time
+from gpu.results import Check, Timing
+
+def fine(results, time_left):
+    assert 0 < time_left() <= 30
+    results.machine["GPU"] = "some"
+    results.timings.append(Timing("fine", "t", 0.5, 0.25, "memory"))
+
+def hangs(results, time_left):
+    results.checks.append(Check("hangs", "first", True))
+    time_left()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(os.environ["CHILD"], "w").write(str(child.pid))
+    time.sleep(600)
+
+def dies(results, time_left):
+    results.left_out.append("some of it")
+    time_left()
+    os._exit(3)
+
+SECTIONS = {"fine": fine, "hangs": hangs, "dies": dies}
+"""
+
+
+def test_a_section_that_hangs_or_dies_is_ended_and_told_and_what_it_had_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_sections.py").write_text(ODD_SECTIONS)
+    paths = [str(tmp_path), *(path for path in sys.path if path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    results = Results()
+    for name, seconds, grace_s in (("fine", 30, 30), ("hangs", 1, 5), ("dies", 30, 30)):
+        bounded(results, name, seconds=seconds, grace_s=grace_s, module="odd_sections")
+    assert results.timings == [Timing("fine", "t", 0.5, 0.25, "memory")] and results.machine == {
+        "GPU": "some"
+    }
+    found = [(check.section, check.name, check.passed) for check in results.checks]
+    assert found[:2] == [("hangs", "first", True), ("hangs", "ends in time", False)]
+    assert found[2:] == [("dies", "runs to its end", False)] and "status 3" in results.checks[2].detail
+    assert results.left_out == ["some of it"] and results.seconds["hangs"] < 10
+    pid = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_run_gives_no_section_more_than_is_left_and_tells_what_it_did_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def take(results: Results, name: str, *, seconds: float, **bounds: object) -> None:
+        assert bounds == {"grace_s": 20.0, "module": "gpu.sections"}
+        asked.append((name, seconds))
+        results.checks.append(Check(name, "a", name != "timings"))
+
+    monkeypatch.setattr(check, "_why_not", lambda: None)
+    monkeypatch.setattr(check, "_machine", dict)
+    monkeypatch.setattr(check, "bounded", take)
+    file = tmp_path / "new" / "gpu.json"
+    words = ["--json", str(file), "--minutes", "1"]
+    assert check.main([*words, "--only", "kernels,driver"]) == 0
+    assert [name for name, _ in asked] == ["kernels", "driver"]
+    assert asked[0][1] == pytest.approx(15, abs=1) and asked[1][1] == pytest.approx(30, abs=1)
+    assert "left out: timings: not asked for" in capsys.readouterr().out
+    assert check.main([*words, "--only", "timings"]) == 1 and json.loads(file.read_text())["left_out"]
+    assert check.main([*words[:3], "0.5"]) == 1  # nothing was looked at
+    assert "kernels: no time left" in capsys.readouterr().out
 
 
 def test_what_the_gpu_is_asked_for_runs_and_holds_on_the_cpu(
