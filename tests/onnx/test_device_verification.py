@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from dspark.drafters.device_draws import BlockDraws, KeptRow
 from dspark.drafters.interface import DraftBlock, DraftInput
+from dspark.engine.learning import exact_labels
 from dspark.engine.verifying import device_verdict
 from dspark.errors import NonFiniteError
 from dspark.executors.interface import StepBatch, Verified
@@ -222,6 +225,22 @@ def test_rows_that_are_not_finite_end_what_is_used() -> None:
     assert verdict(1, -1, [True, False, False, True]) == Verdict(0, (5,))
     with pytest.raises(NonFiniteError, match="NaN or infinite logits at position 2; the request ends here"):
         verdict(0, -1, [False, True, True, True])
+
+
+def test_a_drawn_draft_that_was_cut_off_is_not_judged_by_a_token_drawn_apart_from_it() -> None:
+    class Sequence:
+        token_ids = (1, 2)
+        sampler = sampler_of(
+            replace(BlockDraws.arg_max(1), temperature=np.ones(1, np.float32)), 0, committed=2
+        )
+
+    sequence: Any = Sequence()
+    verified = Verified(accepted=np.zeros(1, np.int32), next_token=np.array([5], np.int32))
+    verdict = device_verdict(sequence, verified, 0, finite=np.array([True]), drafts=[])
+    block: Any = SimpleNamespace(tokens=np.array([[5, 6]], np.int32), num_tokens=np.array([2], np.int32))
+    rows: Any = SimpleNamespace(verify_len=np.zeros(1, np.int32))
+    labels = exact_labels(block, rows, [verdict])
+    assert labels is not None and np.isnan(labels).all()
 
 
 def test_a_request_whose_rows_are_not_finite_ends_as_on_the_host(home: Home) -> None:

@@ -89,6 +89,7 @@ def device_verdict(
     """Return what the target found for one sequence; rows behind the first that is not finite are not used.
 
     Under rejection sampling nobody computed exact labels: `soft_labels` is empty, and hit and miss is what is learnt.
+    The added token says nothing of a draft that was cut off: it is drawn apart from it.
 
     Arguments:
         row: of this sequence among the pass's.
@@ -108,5 +109,5 @@ def device_verdict(
     if token < 0 or accepted > usable - 1:  # the last draft that a good row accepted is the added token
         accepted = min(accepted, usable) - 1
         token = drafts[accepted]
-    labels = () if drafts and sequence.sampler.rule == "rejection" else None
+    labels = () if sequence.sampler.rule == "rejection" else None
     return Verdict(accepted, (*drafts[:accepted], token), labels)
