@@ -115,6 +115,44 @@ def test_a_client_that_has_gone_is_told_to_the_other_side_which_ends_the_answer(
     assert taken[1].is_cancelled(), "its connection is closed"
 
 
+def test_the_other_side_is_told_once_however_long_it_takes(model, taken, monkeypatch):
+    monkeypatch.setattr(forward, "_POLL_INTERVAL_S", 0.001)
+    goes = request()
+    goes.gone = True
+    model.execute([goes])
+    until(lambda: taken and taken[0].is_cancelled())
+    assert taken[0]._connection.recv() == "the client has gone"
+    time.sleep(0.05)
+    assert not taken[0]._connection.poll(0)
+    taken[0].send({}, final=True)
+    until(lambda: goes.sent)
+    assert not model._open and not model._told
+
+
+def test_a_response_that_cannot_be_sent_fails_its_own_request_alone(model, taken, monkeypatch):
+    bad, good = request(), request()
+    model.execute([bad])
+    until(lambda: taken)
+    model.execute([good])
+    until(lambda: len(taken) == 2)
+    respond = model._respond
+
+    def refuses(sender, answer):
+        if sender is next(iter(model._open.values()), None):
+            raise RuntimeError("no")
+        respond(sender, answer)
+
+    monkeypatch.setattr(model, "_respond", refuses)
+    taken[0].send({}, final=False)
+    until(lambda: bad.sent)
+    monkeypatch.setattr(model, "_respond", respond)
+    assert bad.sent[0][1] and bad.sent[0][0].error.code == fake_pb_utils.TritonError.INTERNAL
+    until(taken[0].is_cancelled)
+    taken[1].send({}, final=True)
+    until(lambda: good.sent)
+    assert good.sent[0][0].error is None
+
+
 def test_nobody_behind_the_door_is_unavailable_at_once(model, taken, path):
     begun, late = request(), request()
     model.execute([begun])
@@ -158,6 +196,8 @@ def test_whoever_knocks_without_a_request_is_let_go(path, monkeypatch, taken):
     from multiprocessing.connection import Client
 
     Client(str(path), family="AF_UNIX").close()
+    with Client(str(path), family="AF_UNIX") as stranger:
+        stranger.send_bytes(b"no pickle")
     asked = Forwarding()
     monkeypatch.setattr(forward, "watch_parents", lambda _run_dir, _served, **_named: None)
     asked.initialize({})
@@ -170,17 +210,18 @@ def test_whoever_knocks_without_a_request_is_let_go(path, monkeypatch, taken):
 
 
 def test_only_what_killed_launchers_left_long_ago_is_removed(tmp_path):
-    for name in ("mine", "old", "new"):
+    for name in ("mine", "old", "new", "ending"):
         (tmp_path / name).mkdir()
         RunDir.create(tmp_path / name, overrides={})
-    for name in ("old", "new"):
+    RunDir.create(tmp_path / "ending", overrides={}).process_begins("serving")
+    for name in ("old", "new", "ending"):
         written = tmp_path / name / "run.json"
         written.write_text(written.read_text().replace(str(os.getpid()), "4194304"))
     (tmp_path / "empty").mkdir()
-    for name in ("mine", "old", "empty"):
+    for name in ("mine", "old", "empty", "ending"):
         os.utime(tmp_path / name, (0, 0))
     RunDir.sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "ending", "mine", "new"]
 
 
 def test_the_launcher_notices_the_end_of_either_process(tmp_path):

@@ -163,6 +163,9 @@ class Door:
                 handed = connection.recv() if connection.poll(_PATIENCE_S) else None
             except (OSError, EOFError):  # whoever knocked has gone
                 handed = None
+            except Exception:  # what cannot be unpickled; the next one may be right
+                _log.exception("what came in by the door is no request")
+                handed = None
             if handed is None:
                 connection.close()
             else:

@@ -9,6 +9,7 @@ fields there are, and what they mean, it does not know.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -24,6 +25,7 @@ from dspark.serving.watch import RunDir, watch_parents
 
 __all__ = ["ForwardingModel"]
 
+_log = logging.getLogger("dspark.serving")
 _POLL_INTERVAL_S: Final = 0.1  # asking costs 30-47 us; a client that has gone is noticed within this
 
 
@@ -38,6 +40,7 @@ class ForwardingModel:
         watch_parents(self._run_dir, None, name="forwarding")
         self._path = str(door_path(os.getppid()))
         self._open: dict[Connection, Any] = {}  # connection -> response sender
+        self._told: set[Connection] = set()  # of them, those whose client has gone
         self._selector = selectors.DefaultSelector()
         self._waking, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -108,9 +111,23 @@ class ForwardingModel:
         sender = self._open[connection]
         if answer.final:
             # In this order: a cancel that meets the last response leaks the request in the server.
-            del self._open[connection]
-            self._selector.unregister(connection)
-            connection.close()
+            self._let_go(connection)
+        try:
+            self._respond(sender, answer)
+        except Exception:  # this request's own: the thread goes on for the others
+            _log.exception("a response could not be sent; the request is failed")
+            if not answer.final:
+                self._let_go(connection)  # to the other side as if the client had gone
+            with contextlib.suppress(Exception):  # then the final flag had left before
+                self._fail(sender, "INTERNAL", "[INTERNAL] a response could not be sent")
+
+    def _let_go(self, connection: Connection) -> None:
+        del self._open[connection]
+        self._told.discard(connection)
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _respond(self, sender: Any, answer: Answer) -> None:
         if answer.error is not None:
             self._fail(sender, *answer.error)
             return
@@ -127,6 +144,8 @@ class ForwardingModel:
 
     def _look_for_cancels(self) -> None:
         for connection, sender in list(self._open.items()):
-            if sender.is_cancelled():
+            if connection not in self._told and sender.is_cancelled():
+                # Once: nobody reads it over there, and a full socket would hold this thread.
+                self._told.add(connection)
                 with contextlib.suppress(OSError):  # it has ended, which the next look at it tells
                     connection.send("the client has gone")

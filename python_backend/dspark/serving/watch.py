@@ -95,14 +95,16 @@ class RunDir:
     def sweep(cls, root: Path) -> None:
         """Remove what launchers left that were killed together with their servers, shared memory included.
 
-        A folder that has just been made is left alone: its launcher may be about to write into it, and a server whose
-        launcher has gone may be about to end.
+        A folder that has just been made is left alone, since its launcher may be about to write into it, and so is one
+        whose server has not ended yet.
         """
         for path in root.iterdir():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 content = json.loads((path / "run.json").read_text())
                 old = time.time() - path.stat().st_mtime > _STALE_S
-                if old and _started(content["pid"]) != content["started"]:
+                processes = [content, *(_read(one) for one in path.glob(f"{_PROCESS}*"))]
+                lives = any(one and _started(one["pid"]) == one["started"] for one in processes)
+                if old and not lives:
                     cls(path=path, launcher_pid=0, launcher_started="").remove()
 
     @property
