@@ -2,11 +2,14 @@
 
 import json
 import queue
+import signal
+import sys
 import threading
 
 import psutil
 import pytest
-from dspark.errors import RequestError
+from dspark.errors import CapacityError, RequestError
+from dspark.sampling.grammar import try_guide
 from dspark.sampling.guide_trial import GuideTrial
 from dspark.serving.guides import GuideDesk
 
@@ -46,7 +49,7 @@ def test_a_guide_that_takes_for_ever_is_ended_and_the_next_one_is_tried(trial):
     pid = trial._process.pid
     assert trial.passes("json", None) and trial.passes("json_schema", '{"type": "integer"}')
     assert trial._process.pid == pid, "one process serves them all"
-    assert not trial.passes("json_schema", ENDLESS)
+    assert trial.passes("json_schema", ENDLESS) is False
     assert not psutil.pid_exists(pid)
     assert trial.passes("regex", "a+b")
 
@@ -76,6 +79,27 @@ def test_a_guide_is_tried_once(desk, monkeypatch):
         assert told(one, "regex", "good").get(timeout=60) == "good"
         assert isinstance(told(one, "regex", "bad").get(timeout=60), RequestError)
     assert sorted(tried) == ["bad", "good"]
+
+
+def test_a_trial_that_says_nothing_of_the_guide_is_not_remembered(desk, monkeypatch):
+    results = [None, True]
+    monkeypatch.setattr(GuideTrial, "passes", lambda _self, _kind, _guide: results.pop(0))
+    one = desk(lambda _kind, guide: guide)
+    assert isinstance(told(one, "regex", "a").get(timeout=60), CapacityError)
+    assert told(one, "regex", "a").get(timeout=60) == "a"
+
+
+def test_a_process_that_was_killed_says_nothing_of_the_guide(trial):
+    assert trial.passes("regex", "a")
+    trial._process.send_signal(signal.SIGSTOP)  # so that it cannot answer before it ends
+    threading.Timer(0.2, trial._process.kill).start()
+    assert trial.passes("regex", "b") is None
+    assert trial.passes("regex", "b")
+
+
+def test_without_the_library_the_compiler_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    try_guide("regex", "a")
 
 
 def test_without_a_process_guides_are_compiled_all_the_same(desk, monkeypatch, caplog):

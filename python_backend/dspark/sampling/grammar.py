@@ -137,11 +137,11 @@ class TokenGrammar:
 
 def try_guide(kind: str, guide: str | None) -> None:
     """Compile a guide over a vocabulary of bytes, be it right or wrong, for whoever wants to know how long it takes."""
-    import llguidance
-
     try:
+        import llguidance
+
         source = _source(kind, guide)
-    except ValueError:
+    except (ImportError, ValueError):  # the compiler says so
         return
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
     if not matcher.is_error():

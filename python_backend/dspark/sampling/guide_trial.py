@@ -36,8 +36,8 @@ class GuideTrial:
         self.limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
-    def passes(self, kind: str, guide: str | None) -> bool:
-        """Return whether a guide is compiled within the limit.
+    def passes(self, kind: str, guide: str | None) -> bool | None:
+        """Return whether a guide is compiled within the limit; None where the process was killed or did not get there.
 
         Arguments:
             kind: `json`, `json_schema` or `regex`.
@@ -53,12 +53,14 @@ class GuideTrial:
             process.stdin.write(json.dumps([kind, guide]).encode() + b"\n")
             process.stdin.flush()
             ready, _, _ = select.select([process.stdout], [], [], self.limit_s * _PATIENCE)
-            passed = bool(ready) and process.stdout.readline() == b"done\n"
-        except BrokenPipeError:
-            passed = False
-        if not passed:
-            self.close()
-        return passed
+            if ready and process.stdout.readline() == b"done\n":
+                return True
+            if ready:
+                process.wait()  # it has ended; how, says whether by this guide
+        except BrokenPipeError:  # before it began
+            ready = []
+        self.close()
+        return False if ready and process.returncode != -signal.SIGKILL else None
 
     def close(self) -> None:
         """End the process."""
@@ -93,6 +95,8 @@ def main() -> None:
     from dspark.sampling.grammar import try_guide
 
     parent = os.getppid()
+    with contextlib.suppress(ImportError):  # its start is no guide's time
+        import llguidance  # noqa: F401
     os.nice(19)  # whoever is being answered comes first
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY_BYTES, _MOST_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -119,7 +119,12 @@ class GuideDesk:
             return self._compile
 
     def _check(self, trial: GuideTrial, kind: str, guide: str | None) -> None:
-        """Refuse a guide that takes too long. Raises RequestError."""
+        """Refuse a guide that takes too long.
+
+        Raises:
+            RequestError: it does.
+            CapacityError: it could not be tried now.
+        """
         digest = hashlib.sha256(f"{kind}\0{guide}".encode()).digest()
         with self._lock:
             passed = self._tried.get(digest)
@@ -129,6 +134,8 @@ class GuideDesk:
             except OSError:
                 _log.exception("guides cannot be tried in a process of their own; they are compiled untried")
                 return
+            if passed is None:  # not remembered: the guide may be right
+                raise CapacityError("the guide could not be tried; send the request again later")
             with self._lock:
                 self._tried[digest] = passed
                 while len(self._tried) > _MOST_REMEMBERED:
