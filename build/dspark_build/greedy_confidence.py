@@ -42,7 +42,10 @@ class GreedySlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyFit:
-    """Weights, and how well they order the blocks of every fifth answer, which they were not fitted to."""
+    """Weights fitted to all blocks, and how well a fit to four fifths orders the others.
+
+    With fewer than five passes there are no others: both measures are then of the blocks that were fitted.
+    """
 
     weights: npt.NDArray[np.float32]  # [G, 3]
     auc_before: float  # of the confidence logit at the first position
