@@ -9,6 +9,7 @@ import threading
 import psutil
 import pytest
 from dspark.errors import CapacityError, RequestError
+from dspark.sampling import grammar
 from dspark.sampling.grammar import try_guide
 from dspark.sampling.guide_trial import GuideTrial
 from dspark.serving.guides import GuideDesk
@@ -100,6 +101,15 @@ def test_a_process_that_was_killed_says_nothing_of_the_guide(trial):
 def test_without_the_library_the_compiler_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     try_guide("regex", "a")
+
+
+def test_what_is_too_long_for_the_compiler_is_not_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(grammar, "_source", lambda *guide: tried.append(guide) or 1 / 0)
+    try_guide("regex", "a" * (grammar.MOST_GUIDE_BYTES + 1))
+    with pytest.raises(ZeroDivisionError):
+        try_guide("regex", "a")
+    assert len(tried) == 1
 
 
 def test_without_a_process_guides_are_compiled_all_the_same(desk, monkeypatch, caplog):

@@ -69,7 +69,7 @@ class GrammarCompiler:
             )
         import llguidance
 
-        num_bytes = len((guide or "").encode())
+        num_bytes = _num_bytes(guide)
         if num_bytes > MOST_GUIDE_BYTES:
             allowed = f"at most {MOST_GUIDE_BYTES} bytes"
             raise RequestError("guided_decoding_guide", f"a {kind} of {num_bytes} bytes", allowed)
@@ -137,15 +137,21 @@ class TokenGrammar:
 
 def try_guide(kind: str, guide: str | None) -> None:
     """Compile a guide over a vocabulary of bytes, be it right or wrong, for whoever wants to know how long it takes."""
+    if _num_bytes(guide) > MOST_GUIDE_BYTES:  # the compiler says so, and what is wrong below
+        return
     try:
         import llguidance
 
         source = _source(kind, guide)
-    except (ImportError, ValueError):  # the compiler says so
+    except (ImportError, ValueError):
         return
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
+
+
+def _num_bytes(guide: str | None) -> int:
+    return len((guide or "").encode())
 
 
 def _source(kind: str, guide: str | None) -> str:
