@@ -42,9 +42,9 @@ class GreedySlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyFit:
-    """Weights fitted to all blocks, and how well a fit to four fifths orders the others.
+    """Weights fitted to all blocks, and how well a fit to four fifths of the answers orders those of the others.
 
-    With fewer than five passes there are no others: both measures are then of the blocks that were fitted.
+    With fewer than five answers there are no others: both measures are then of the blocks that were fitted.
     """
 
     weights: npt.NDArray[np.float32]  # [G, 3]
@@ -58,10 +58,10 @@ def fit_greedy_confidence(model: DrafterModel, data: Dataset, *, sequences: int)
 
     Arguments:
         model: with a confidence head, its parameters those that are served.
-        sequences: of one pass.
+        sequences: of one pass, at most.
     """
     keys = [key for key in (*data.train, *data.held_out) if data.temperature(key) == 0.0]
-    parts = list(greedy_slots(model, data, keys, sequences=sequences))
+    parts = list(greedy_slots(model, data, keys, sequences=max(min(sequences, len(keys) // 5), 1)))
     if sum(len(part.hit) for part in parts) < MIN_BLOCKS:
         return None
     asked = [part for at, part in enumerate(parts) if at % 5 == 4]

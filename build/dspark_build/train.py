@@ -270,10 +270,12 @@ class Trainer:
         with torch.no_grad():
             for name in live:
                 self.parameters[name].copy_(self.served_parameters[name])
-        yield
-        with torch.no_grad():
-            for name, value in live.items():
-                self.parameters[name].copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in live.items():
+                    self.parameters[name].copy_(value)
 
     def rate_greedy(self) -> GreedyFit | None:
         """Fit what arg-max drafts are worth and write it to the drafter; None with too few greedy answers."""

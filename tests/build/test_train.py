@@ -435,6 +435,37 @@ def test_the_fit_finds_the_weights_that_the_outcomes_were_drawn_with():
     np.testing.assert_allclose(greedy_confidence.fit_weights(slots), true, atol=0.15)
 
 
+def test_some_answers_are_kept_to_judge_the_fit_however_many_one_pass_takes(home, tmp_path, monkeypatch):
+    trainer = trainer_of(home, tmp_path / "run", "--block-size", "4")
+    monkeypatch.setattr(greedy_confidence, "MIN_BLOCKS", 10)
+    fitted, fit_weights = [], greedy_confidence.fit_weights
+    monkeypatch.setattr(
+        greedy_confidence, "fit_weights", lambda slots: fitted.append(len(slots.hit)) or fit_weights(slots)
+    )
+    fit = greedy_confidence.fit_greedy_confidence(trainer.model, trainer.data, sequences=1000)
+    assert fit is not None
+    learnt, whole = fitted
+    assert 0 < learnt < whole == fit.num_blocks
+
+
+def test_what_learns_comes_back_when_a_measure_of_what_is_served_fails(home, tmp_path):
+    trainer = trainer_of(home, tmp_path / "run", "--block-size", "4")
+    assert trainer.ema is not None
+    name, value = next(iter(trainer.parameters.items()))
+    trainer.ema.mean[name].add_(1.0)
+    before = value.detach().clone()
+    seen = []
+
+    def measure():
+        with trainer._served():
+            seen.append(bool((value != before).any()))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    assert seen == [True] and (value == before).all()
+
+
 def test_slots_behind_a_miss_or_the_end_of_the_answer_are_not_learnt_from(home, tmp_path):
     trainer = trainer_of(home, tmp_path / "run", "--block-size", "4")
     keys = [key for key in trainer.data.train if trainer.data.temperature(key) == 0.0]
