@@ -192,6 +192,18 @@ def test_a_folder_that_others_can_use_is_refused(path):
         door_path(1)
 
 
+def test_a_model_serves_without_a_door_that_cannot_be(path, monkeypatch, caplog):
+    opened = door.open_door(4711, print)
+    assert opened is not None
+    opened.close()
+    path.parent.chmod(0o777)
+    assert door.open_door(4711, print) is None
+    assert "vllm_model cannot reach this model" in caplog.text
+    path.parent.chmod(0o700)
+    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(path.parent / ("x" * 120)))
+    assert door.open_door(4711, print) is None
+
+
 def test_whoever_knocks_without_a_request_is_let_go(path, monkeypatch, taken):
     from multiprocessing.connection import Client
 

@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,10 +26,11 @@ import numpy.typing as npt
 
 from dspark.errors import ConfigError
 
-__all__ = ["Answer", "Door", "Handed", "HandedRequest", "door_path"]
+__all__ = ["Answer", "Door", "Handed", "HandedRequest", "door_path", "open_door"]
 
 _log = logging.getLogger("dspark.serving")
 _PATIENCE_S: Final = 5.0  # between a connection and its request, which are one call of the other side
+_BREATH_S: Final = 0.05  # before another try, with no file descriptor free
 _BACKLOG: Final = 1024  # requests that come at once
 
 Array = npt.NDArray[Any]
@@ -156,7 +158,8 @@ class Door:
         while not self._closing:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:  # closed
+            except OSError:  # closed, or no file descriptor is free
+                time.sleep(0.0 if self._closing else _BREATH_S)
                 continue
             connection = Connection(accepted.detach())
             try:
@@ -170,6 +173,15 @@ class Door:
                 connection.close()
             else:
                 self._take(HandedRequest(connection, handed))
+
+
+def open_door(server_pid: int, take: Callable[[HandedRequest], object]) -> Door | None:
+    """Return the door of a server's model; None, said in the log, where it cannot be: the model serves without."""
+    try:
+        return Door(door_path(server_pid), take)
+    except (OSError, ConfigError) as error:
+        _log.error("vllm_model cannot reach this model: %s", error)
+        return None
 
 
 def _sweep(folder: Path) -> None:

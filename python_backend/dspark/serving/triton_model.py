@@ -26,7 +26,7 @@ from dspark.request import Request, RequestOutput
 from dspark.runtime import Runtime, load_runtime
 from dspark.sampling.grammar import GrammarCompiler
 from dspark.serving.checks import load_checked_config
-from dspark.serving.door import Door, HandedRequest, door_path
+from dspark.serving.door import HandedRequest, open_door
 from dspark.serving.guides import GuideDesk
 from dspark.serving.metric_sink import TritonMetricSink
 from dspark.serving.parse import ModelLimits, parse_request
@@ -107,7 +107,7 @@ class TritonPythonModel:
         self._max_request_s = config.max_request_ms / 1e3
         self._runtime = runtime
         self._stopping = threading.Event()
-        self._door = Door(door_path(os.getppid()), lambda request: self.execute([request]))
+        self._door = open_door(os.getppid(), lambda request: self.execute([request]))
         _set_loaded_apart()
         threading.Thread(target=_sweep, args=(self._stopping,), name="dspark-sweep", daemon=True).start()
         _log.info("ready (process %d)", os.getpid())
@@ -128,7 +128,8 @@ class TritonPythonModel:
             self._run_dir.process_ends("serving")
         if self._runtime is None:
             return
-        self._door.close()
+        if self._door is not None:
+            self._door.close()
         self._runtime.engine.drain(_DRAIN_TIMEOUT_S)
         self._runtime.engine.close()
         self._outbox.close()
