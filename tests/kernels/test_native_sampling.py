@@ -18,7 +18,7 @@ from dspark.request import SamplingParams
 from dspark.sampling.transforms import TokenSampler
 from dspark_plugins.native import native_available, native_unavailable_reason
 from dspark_plugins.native.binding import ISAS, NativeError, NativeHead, Pool
-from support.memory_limit import address_space
+from support.memory_limit import address_space, alone
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import tiny_config
 
@@ -252,6 +252,7 @@ def native_rows(samplers: Sequence[TokenSampler]) -> npt.NDArray[np.void]:
     return found
 
 
+@alone
 def test_memory_that_a_worker_lacks_is_told_to_the_caller_and_the_head_draws_on() -> None:
     size = 3_000_000
     head = plain_head(size, None)

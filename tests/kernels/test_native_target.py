@@ -21,7 +21,7 @@ from dspark_plugins.native import isa, native_available, native_unavailable_reas
 from dspark_plugins.native.binding import ISAS, Arena, Matrix, NativeError, Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.memory_limit import address_space
+from support.memory_limit import address_space, alone
 from support.native_batches import Row, Sequence, one_sequence, reference_logits, step_batch
 from support.tiny_models import DictWeights, random_weights, tiny_config
 
@@ -411,6 +411,7 @@ def test_without_memory_for_a_new_cache_the_old_one_is_not_used_any_more() -> No
     run_whole(which, [1, 2])
 
 
+@alone
 def test_a_pass_without_memory_says_what_it_wanted_and_leaves_everything_usable() -> None:
     config = tiny_config(
         intermediate_size=8192, max_context_len=2048
@@ -428,6 +429,7 @@ def test_a_pass_without_memory_says_what_it_wanted_and_leaves_everything_usable(
     np.testing.assert_array_equal(which.forward(batch).logits, fresh.forward(batch).logits)
 
 
+@alone
 def test_a_matrix_and_a_product_without_memory_are_refused_and_take_none() -> None:
     pool, arena = Pool(2), Arena()
     matrix = Matrix(arena, pool, dtype="float32", num_outputs=32, num_inputs=4096)
