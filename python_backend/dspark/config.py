@@ -71,6 +71,8 @@ class ServeConfig:
     max_context_len: 0 = the model's own.
     max_step_tokens: prompt tokens computed in one step beside the decoding rows.
     num_threads: 0 = one per core.
+    pin_threads: bind each worker thread of the native executor to a processor of its own, on machines that run
+        nothing else.
     max_request_ms: milliseconds from arrival after which every request ends with what there is of its answer; 0 = no
         limit. It bounds what is computed for clients that have left without Triton noticing.
     """
@@ -96,6 +98,7 @@ class ServeConfig:
     page_size: int = 16
     cache_bytes: int = 1 << 30
     num_threads: int = 0
+    pin_threads: bool = False
     max_queue_size: int = 1024
     max_request_ms: int = 600_000
 
@@ -211,6 +214,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "page_size": _whole(1, 4096),
     "cache_bytes": _cache_bytes,
     "num_threads": _whole(0, 4096),
+    "pin_threads": _boolean,
     "max_queue_size": _whole(1, 1 << 20),
     "max_request_ms": _whole(0, 2**31 - 1),
 }

@@ -13,10 +13,13 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 import pytest
+from dspark.config import ServeConfig
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors.interface import StepBatch, TargetOutput
+from dspark.executors.loading import make_target
 from dspark.executors.native_target import NativeTarget
 from dspark.models.config import RopeConfig, TargetConfig
+from dspark.models.loading import TargetCheckpoint
 from dspark_plugins.native import isa, native_available, native_unavailable_reason
 from dspark_plugins.native.binding import ISAS, Arena, Matrix, NativeError, Pool
 from hypothesis import given, settings
@@ -504,3 +507,27 @@ def test_what_cannot_be_loaded_is_refused_naming_both_values(monkeypatch: pytest
     which = target("small", "float32", machine_isas()[0], 1)
     with pytest.raises(CapacityError, match="0 pages of 16 tokens"):
         which.allocate_cache(num_pages=0, page_size=16)
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="threads are pinned where there are two processors"
+)
+@pytest.mark.parametrize("pin", [False, True])
+def test_worker_threads_are_pinned_where_that_is_asked_for(pin: bool) -> None:
+    def narrow() -> set[int]:
+        tasks = {int(name) for name in os.listdir("/proc/self/task")}
+        return {task for task in tasks if len(os.sched_getaffinity(task)) == 1}
+
+    before = narrow()
+    checkpoint = TargetCheckpoint(
+        config=MODELS["small"], weights=DictWeights(weights_of("small")), tokenizer=None
+    )
+    target = make_target(
+        checkpoint,
+        executor="native",
+        dtype="float32",
+        layer_ids=(),
+        config=ServeConfig(num_threads=2, pin_threads=pin),
+    )
+    assert target.name == "native"
+    assert len(narrow() - before) == int(pin)

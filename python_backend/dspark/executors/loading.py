@@ -122,6 +122,7 @@ def make_target(
             dtype=preferred_dtype() if dtype == "auto" else dtype,
             feature_layer_ids=layer_ids,
             num_threads=threads,
+            pin_threads=config.pin_threads,
         )
     from dspark.executors.dtype import auto_dtype
     from dspark.executors.torch_target import TorchTarget

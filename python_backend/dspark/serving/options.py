@@ -36,6 +36,7 @@ _SETTINGS: Final = (
     "page_size",
     "cache_bytes",
     "num_threads",
+    "pin_threads",
     "max_queue_size",
     "max_request_ms",
 )
@@ -92,6 +93,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--page-size", type=int, metavar="N", help="tokens in one page of the caches")
     model.add_argument("--cache-bytes", metavar="BYTES", help="all caches together, e.g. 1GiB")
     model.add_argument("--num-threads", type=int, metavar="N", help="0 = one per core")
+    model.add_argument(
+        "--pin-threads",
+        action=argparse.BooleanOptionalAction,
+        help="bind native worker threads to processors, where nothing else runs",
+    )
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, port in (("grpc", 8001), ("http", 8000), ("metrics", 8002)):
