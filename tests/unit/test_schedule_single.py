@@ -11,7 +11,7 @@ from dspark.scheduling.allocation import (
     throughput,
 )
 from dspark.scheduling.planning import MARGIN, plan_drafting
-from dspark.scheduling.single import drafting_gain, early_stop_len, lookahead_len, rates_of
+from dspark.scheduling.single import drafting_gain, early_stop_len, lookahead_len, plan_few, rates_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def test_early_stop_and_look_ahead(
         candidates, theta, num_sequences=1, seconds=seconds, decay=decay, max_ahead=max_ahead
     )
     alive = candidates.survival.tolist()
-    got = lookahead_len(alive, theta.tolist(), seconds.tolist(), decay=decay, max_ahead=max_ahead)
+    got = lookahead_len(alive, seconds.tolist(), decay=decay, max_ahead=max_ahead)
     assert got == expected or near_a_tie(theta, alive, seconds, decay)
 
 
@@ -75,7 +75,7 @@ def test_early_stop_and_look_ahead_over_some_sequences(
         candidates, theta, num_sequences=num, seconds=seconds, decay=decay, max_ahead=max(3, num)
     )
     root = decay ** (1.0 / num)
-    got = lookahead_len(alive, theta.tolist(), seconds.tolist(), decay=root, max_ahead=max(3, num))
+    got = lookahead_len(alive, seconds.tolist(), num_sequences=num, decay=root, max_ahead=max(3, num))
     assert got == expected or near_a_tie(theta, alive, seconds, root)
 
 
@@ -105,3 +105,35 @@ def test_whether_a_block_is_worth_drafting(
     if abs(gain / MARGIN - 1.0) > 1e-6:  # arrays sum in float32
         assert chosen[0] == (gain > MARGIN)
     assert promise == (pytest.approx(gain, rel=1e-6) if chosen[0] else 1.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), num=st.integers(1, 4), steps=st.sampled_from([1, 2, 8]), early_stop=st.booleans())
+def test_who_is_worth_drafting(data: st.DataObject, num: int, steps: int, early_stop: bool) -> None:
+    shape = (steps, num, 3)
+    flat = data.draw(st.lists(st.integers(0, 20), min_size=steps * num * 3, max_size=steps * num * 3))
+    samples = np.cumprod(np.array(flat).reshape(shape) / 20.0, axis=2)
+    eligible = np.array(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))
+    growth = data.draw(st.lists(st.sampled_from([0.013, 0.021, 0.11, 0.47]), min_size=12, max_size=12))
+    draft_s = np.cumsum(
+        data.draw(st.lists(st.sampled_from([0.017, 0.053, 0.19]), min_size=num, max_size=num))
+    )
+    verify_s = seconds_of(growth)[: 3 * num + 1]
+    chosen, promise = plan_drafting(
+        samples,
+        eligible,
+        num_sequences=num,
+        verify_s=verify_s,
+        draft_s=draft_s,
+        early_stop=early_stop,
+    )
+    got, gain = plan_few(
+        samples.transpose(1, 0, 2).tolist(),
+        eligible.tolist(),
+        verify_s=verify_s.tolist(),
+        draft_s=draft_s.tolist(),
+        early_stop=early_stop,
+        margin=MARGIN,
+    )
+    assert got == chosen.tolist()
+    assert gain == pytest.approx(promise, rel=1e-6)

@@ -39,6 +39,7 @@ _COMMON_LABELS = 200.0  # labels that the common map is worth to a position
 _AT_PRIOR = np.array([1.0, 1.0, 0.0])  # a, b, d of the offline fit
 _LOWEST_SLOPE = 0.02
 _FARTHEST = 30.0  # |z / T| beyond which nothing changes any more
+_LEAST = math.log1p(math.exp(-_FARTHEST))  # softplus there
 _LONGEST_STEP = 1.0
 _ROWS = 32  # sequences of one step that are learnt from; the others are left out in turn
 _BATCH_ROWS, _BATCH_STEPS = 32, 16  # what is gathered before it is learnt from
@@ -110,12 +111,18 @@ class OnlineCalibrator:
             mode = [(*line, *bend) for line, bend in zip(start, params, strict=True)]
             self._plain[sampled] = mode
         out = []
+        exp, log1p = math.exp, math.log1p
         for logit, (scale, shift, a, b, d) in zip(logits, mode, strict=False):
-            if not -math.inf < logit < math.inf:
+            if logit - logit != 0.0:  # not finite
                 break
-            x = min(max(logit * scale + shift, -_FARTHEST), _FARTHEST)
-            high = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-            out.append(1.0 / (1.0 + math.exp(a * (high - x) - b * high - d)))
+            x = logit * scale + shift
+            if x > 0.0:  # high = softplus(x), low = softplus(-x)
+                low = log1p(exp(-x)) if x < _FARTHEST else _LEAST
+                high = low + (x if x < _FARTHEST else _FARTHEST)
+            else:
+                high = log1p(exp(x)) if x > -_FARTHEST else _LEAST
+                low = high - (x if x > -_FARTHEST else -_FARTHEST)
+            out.append(1.0 / (1.0 + exp(a * low - b * high - d)))
         return out
 
     def parameters(self, *, sampled: int) -> Float64:

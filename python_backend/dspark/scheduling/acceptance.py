@@ -261,10 +261,14 @@ class SurvivalMemory:
 
     def samples(self, rows: list[int], *, num: int = OWN) -> Float64:
         """Return the newest `num` <= OWN samples of each sequence [num, R, G]; missing ones are taken from all."""
+        return np.array(self.blocks(rows, num=num), np.float64).transpose(1, 0, 2)
+
+    def blocks(self, rows: list[int], *, num: int = OWN) -> list[list[list[float]]]:
+        """Return `samples` as lists, by sequence [R][num][G]. Not to be written to."""
         nothing = [0.0] * self._block_size
         others = itertools.cycle(reversed(self._all)) if self._all else itertools.repeat(nothing)
         columns = []
         for row in rows:
             own = list(self._own[row])[: -num - 1 : -1]
             columns.append(own + [next(others) for _ in range(num - len(own))])
-        return np.array(columns, np.float64).transpose(1, 0, 2)
+        return columns

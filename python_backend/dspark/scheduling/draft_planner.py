@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, grown, survival_beyond
+from dspark.scheduling.acceptance import AcceptanceStats, SurvivalMemory, survival_beyond
 from dspark.scheduling.allocation import survival_of
 from dspark.scheduling.experience import PLAIN_STEPS, DraftedStep, Experience, StepTimes
-from dspark.scheduling.interface import Bool, Float64, Int32, Int64, StepObservation
+from dspark.scheduling.interface import Float64, StepObservation
 from dspark.scheduling.planning import MARGIN, plan_drafting
-from dspark.scheduling.single import drafting_gain
+from dspark.scheduling.single import drafting_gain, plan_few
 from dspark.scheduling.step_costs import StepCosts
 
 __all__ = ["DraftPlanner"]
@@ -40,6 +40,7 @@ _PROBED, _PROBE_SHARE = (
 )  # most sequences of one probe, and the share of the time that probes may take
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
+_PLAIN = 32  # candidates up to which plans are made in plain numbers
 _GATHERED = 64  # steps, or blocks, that are learnt from at the latest
 _DECAY_SHARE = 0.02  # of a new block in the usual ratio
 _DEEPER = 2  # drafts more after a block that was verified whole
@@ -99,8 +100,8 @@ class DraftPlanner:
         self._plans = (_Plan([]), _Plan([]))  # without prompts in the pass, with
         self._depth: list[int] = []  # by row: drafts of the next block
         self._looked_up: list[bool] = []  # by row: the last block was
-        self._skipped = np.zeros(0)  # by row: steps since it was drafted
-        self._wait = np.zeros(0)  # by row: steps until the next probe
+        self._skipped: list[int] = []  # by row: steps since it was drafted
+        self._wait: list[int] = []  # by row: steps until the next probe
         self._num_steps = 0
         self._planned_at = 0
         self._probe_credit_s = 0.0
@@ -123,8 +124,9 @@ class DraftPlanner:
         """Start anew for sequences that were just given these rows."""
         self._remember()
         self._memory.reset(rows, num_rows)
-        self._skipped, self._wait = grown(self._skipped, num_rows), grown(self._wait, num_rows)
         missing = num_rows - len(self._depth)
+        self._skipped += [0] * missing
+        self._wait += [_FIRST_WAIT] * missing
         self._depth += [self._block_size] * missing
         self._looked_up += [False] * missing
         for plan in self._plans:
@@ -134,7 +136,7 @@ class DraftPlanner:
         known = self._memory.num_all >= SurvivalMemory.ALL
         for row in rows:
             self._depth[row], self._looked_up[row] = self._block_size, False
-            self._skipped[row], self._wait[row] = 0.0, _KNOWN_WAIT if known else _FIRST_WAIT
+            self._skipped[row], self._wait[row] = 0, _KNOWN_WAIT if known else _FIRST_WAIT
 
     # -- before drafting -------------------------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class DraftPlanner:
             return [cap if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
         return [min(cap, depth[row]) if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
 
-    def replan(self, rows: list[int], caps: Int32, *, prefill_tokens: int) -> list[int]:
+    def replan(self, rows: list[int], caps: list[int], *, prefill_tokens: int) -> list[int]:
         """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
         self._remember()
         self._count()
@@ -160,14 +162,14 @@ class DraftPlanner:
         if not plan.promising:  # now it counts what the last steps took
             self._costs.learn()
         counted = self._counted(rows, caps)
-        draft_s = self._costs.model.draft_s_range(int(np.count_nonzero(counted)))
-        verify_s, _ = self._costs.seconds(
+        draft_s = self._costs.model.draft_s_range(sum(counted))
+        _, verify_s = self._costs.seconds(
             num_sequences=len(rows),
             prefill_tokens=prefill_tokens,
             num_blocks=0,
             count=len(rows) * self._block_size + 1,
         )
-        holds, gain, plain_s = _EVERY, math.inf, float(verify_s[0])
+        holds, gain, plain_s = _EVERY, math.inf, verify_s[0]
         if self.knows_nothing:
             drafted, holds = counted, 1
         elif draft_s[-1] <= _FREE * verify_s[0]:
@@ -179,18 +181,18 @@ class DraftPlanner:
             gain /= flattered
             if prefill_tokens:
                 drafted = self._also_without_prompts(rows, drafted)
-            holds = self._holds(plan, bool(drafted.any()), gain, len(rows))
+            holds = self._holds(plan, any(drafted), gain, len(rows))
         plan.promising, plan.promise = gain >= _DOUBTED, gain
         plan.plain_s, plan.num_sequences = plain_s, len(rows)
         compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
         if compared:
-            drafted, holds = np.zeros_like(drafted), PLAIN_STEPS
-        self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=int(np.count_nonzero(caps)))
+            drafted, holds = [False] * len(rows), PLAIN_STEPS
+        self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=len(caps) - caps.count(0))
         passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
         if compared:
             plan.num_drafted = 1  # what was found stands, and goes on being demanded less of
             return []
-        return self._probed(np.array(rows, np.int64), counted, drafted, draft_s, float(verify_s[0]), passed)
+        return self._probed(rows, counted, drafted, draft_s, verify_s[0], passed)
 
     def _margin(self, num_sequences: int, prefill_tokens: int) -> float:
         """Return what estimates must promise, in times plain decoding, before anybody is drafted."""
@@ -224,13 +226,13 @@ class DraftPlanner:
         error = self._times.drafted_error(self._num_steps, num_sequences=num_sequences, foreseen_s=step_s)
         return plain_s, 1.0 if error is None else max(foreseen_s / plain_s * error, 1.0)
 
-    def _also_without_prompts(self, rows: list[int], drafted: Bool) -> Bool:
+    def _also_without_prompts(self, rows: list[int], drafted: list[bool]) -> list[bool]:
         """Leave out whom steps without prompts do not draft: rows are no cheaper beside prompts."""
         plan = self._plans[0]
         other_size = _CHANGED * abs(plan.num_sequences - len(rows)) > plan.num_sequences
         if not plan.made_at or other_size or self._num_steps - plan.made_at > max(plan.holds, _FRESH):
             return drafted
-        return drafted & np.array([plan.drafts[row] for row in rows], np.bool_)
+        return [chosen and plan.drafts[row] for row, chosen in zip(rows, drafted, strict=True)]
 
     def _holds(self, plan: _Plan, drafts: bool, gain: float, num_sequences: int) -> int:
         """Return for how many steps a plan holds."""
@@ -251,107 +253,142 @@ class DraftPlanner:
             self._experience[size] = Experience(alone=num_sequences == 1)
         return self._experience[size]
 
-    def _is_compared(self, drafted: Bool, gain: float) -> bool:
+    def _is_compared(self, drafted: list[bool], gain: float) -> bool:
         experience = self._experience_of(len(drafted))
-        if drafted.any():
+        if any(drafted):
             return experience.comparison_is_due(self._num_steps, clear=gain >= _DOUBTED)
         experience.idle()
         return False
 
-    def _counted(self, rows: list[int], caps: Int32) -> Bool:
+    def _counted(self, rows: list[int], caps: list[int]) -> list[bool]:
         """Return for which sequences drafting is the question [R].
 
         What was looked up costs no drafting, and goes on being looked up: it takes no part, unless nothing else is
         there.
         """
-        eligible = caps > 0
-        counted = eligible & ~np.array([self._looked_up[row] for row in rows], np.bool_)
-        return counted if counted.any() else eligible
+        looked_up = self._looked_up
+        counted = [cap > 0 and not looked_up[row] for row, cap in zip(rows, caps, strict=True)]
+        return counted if any(counted) else [cap > 0 for cap in caps]
 
     def _begin(
         self,
         plan: _Plan,
         rows: list[int],
-        counted: Bool,
-        drafted: Bool,
+        counted: list[bool],
+        drafted: list[bool],
         *,
         holds: int,
         num_eligible: int,
     ) -> None:
         plan.made_at, plan.holds, plan.num_eligible = self._num_steps, holds, num_eligible
-        plan.num_drafted = int(np.count_nonzero(drafted))
+        plan.num_drafted = sum(drafted)
         if holds != PLAIN_STEPS or len(rows) == 1:  # a comparison says nothing of newcomers
-            plan.newcomers = 2 * plan.num_drafted > int(np.count_nonzero(counted))
-        for row, chosen, asked in zip(rows, drafted.tolist(), counted.tolist(), strict=True):
+            plan.newcomers = 2 * plan.num_drafted > sum(counted)
+        for row, chosen, asked in zip(rows, drafted, counted, strict=True):
             plan.drafts[row] = chosen or not asked  # `settle` takes it back once it is looked up no more
 
     def _worth(
         self,
         rows: list[int],
-        caps: Int32,
-        counted: Bool,
-        verify_s: Float64,
+        caps: list[int],
+        counted: list[bool],
+        verify_s: list[float],
         draft_s: Float64,
         margin: float,
-    ) -> tuple[Bool, float]:
+    ) -> tuple[list[bool], float]:
         """Return who is worth drafting [R], and how many times plain decoding that promises."""
         num_sequences = len(rows)
-        at_most = np.arange(self._block_size, dtype=np.int32) < caps[:, None]
+        if num_sequences > 1 and num_sequences * self._block_size > _PLAIN:
+            return self._worth_of_many(rows, caps, counted, verify_s, draft_s, margin)
         if self._has_confidence:
-            many = num_sequences * self._block_size > _MANY
-            samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN) * at_most
+            blocks = self._memory.blocks(rows)
+            blocks = [[one[:cap] for one in of_one] for of_one, cap in zip(blocks, caps, strict=True)]
         else:
-            samples = survival_of(self._stats.confidence(np.array(rows, np.int64)), caps)[None]
+            survival = survival_of(self._stats.confidence(np.array(rows, np.int64)), np.array(caps, np.int32))
+            blocks = [[of_one] for of_one in survival.tolist()]
         if num_sequences > 1:
-            return plan_drafting(
-                samples,
+            return plan_few(
+                blocks,
                 counted,
-                num_sequences=num_sequences,
                 verify_s=verify_s,
-                draft_s=draft_s,
+                draft_s=draft_s.tolist(),
                 early_stop=self._early_stop,
                 margin=margin,
             )
         gain = drafting_gain(
-            samples[:, 0].tolist(),
-            verify_s=verify_s.tolist(),
-            draft_s=float(draft_s[0]),
-            early_stop=self._early_stop,
+            blocks[0], verify_s=verify_s, draft_s=float(draft_s[0]), early_stop=self._early_stop
         )
-        return np.array([gain > margin]), gain
+        return [gain > margin], gain
+
+    def _worth_of_many(
+        self,
+        rows: list[int],
+        caps: list[int],
+        counted: list[bool],
+        verify_s: list[float],
+        draft_s: Float64,
+        margin: float,
+    ) -> tuple[list[bool], float]:
+        """Return `_worth` by way of arrays."""
+        num_sequences, at_most = len(rows), np.array(caps, np.int32)
+        if self._has_confidence:
+            many = num_sequences * self._block_size > _MANY
+            samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN)
+            samples = samples * (np.arange(self._block_size, dtype=np.int32) < at_most[:, None])
+        else:
+            samples = survival_of(self._stats.confidence(np.array(rows, np.int64)), at_most)[None]
+        drafted, gain = plan_drafting(
+            samples,
+            np.array(counted, np.bool_),
+            num_sequences=num_sequences,
+            verify_s=np.array(verify_s),
+            draft_s=draft_s,
+            early_stop=self._early_stop,
+            margin=margin,
+        )
+        return drafted.tolist(), gain
 
     def _probed(
-        self, rows: Int64, counted: Bool, drafted: Bool, draft_s: Float64, verify_s: float, passed: int
+        self,
+        rows: list[int],
+        counted: list[bool],
+        drafted: list[bool],
+        draft_s: Float64,
+        verify_s: float,
+        passed: int,
     ) -> list[int]:
         """Return a few sequences that the plan leaves out, those skipped longest, within a budget of time."""
-        self._skipped[rows] = np.where(drafted, 0.0, self._skipped[rows] + passed)
-        self._wait[rows[drafted]] = _FIRST_WAIT
-        left = np.flatnonzero(counted & ~drafted)
-        if not len(left):
+        skipped, wait = self._skipped, self._wait
+        for row, chosen in zip(rows, drafted, strict=True):
+            if chosen:
+                skipped[row], wait[row] = 0, _FIRST_WAIT
+            else:
+                skipped[row] += passed
+        left = [index for index, asked in enumerate(counted) if asked and not drafted[index]]
+        if not left:
             return []
         most = 2.0 * float(draft_s[-1])
         share, longest_wait = (
             (_PROBE_SHARE_ALONE, _WAIT_ALONE) if len(rows) == 1 else (_PROBE_SHARE, _LONGEST_WAIT)
         )
         self._probe_credit_s = min(self._probe_credit_s + share * verify_s * passed, most)
-        skipped, wait = self._skipped[rows[left]], self._wait[rows[left]]
-        due = left[skipped >= wait]
-        if not len(due):
+        due = [index for index in left if skipped[rows[index]] >= wait[rows[index]]]
+        if not due:
             return []
-        num = int(np.count_nonzero(drafted))
+        num = sum(drafted)
         paid = float(draft_s[num - 1]) if num else 0.0
         if not num:  # the fixed part of drafting is paid once: take those along that are due soon
-            due = left[2.0 * skipped >= wait]
-        due = due[np.argsort(-self._skipped[rows[due]], kind="stable")][:_PROBED]
+            due = [index for index in left if 2 * skipped[rows[index]] >= wait[rows[index]]]
+        due = sorted(due, key=lambda index: -skipped[rows[index]])[:_PROBED]
         cost_s = float(draft_s[num + len(due) - 1]) - paid
         if cost_s > self._probe_credit_s:
             return []
         self._probe_credit_s -= cost_s * self._probe_dearer
         self._probe_s = 0.0 if num else cost_s
-        at = rows[due]
-        self._wait[at] = np.minimum(2.0 * self._wait[at], longest_wait)
-        self._skipped[at] = 0.0
-        return [int(index) for index in due]
+        for index in due:
+            wait[rows[index]] = min(2 * wait[rows[index]], longest_wait)
+            skipped[rows[index]] = 0
+        return due
 
     # -- after the step --------------------------------------------------------------------------------------------
 

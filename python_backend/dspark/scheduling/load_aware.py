@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,14 +52,9 @@ _FEW = 512  # candidates up to which they are where it comes to choosing
 _GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what is gathered before it is learnt from
 
 
-@dataclass(slots=True)
-class _Choice:
-    """What a step chose by, until it is over."""
-
-    rows: list[int]  # [R]
-    survival: list[list[float]]  # [R] of up to G
-    looked_up: Bool | None  # [R], None = no block was
-    reach: int  # drafts of the longest blocks of this kind
+# What a step chose by, until it is over: rows [R], survivals [R] of up to G, which blocks were looked up [R] (None = no
+# block was), and the drafts of the longest blocks of this kind.
+_Choice = tuple[list[int], list[list[float]], Bool | None, int]
 
 
 class LoadAwareScheduler:
@@ -91,6 +85,10 @@ class LoadAwareScheduler:
         self._rule = policy.name
         self._block_size = block_size
         self._has_confidence = has_confidence
+        self._sees_ahead = policy.name == "auto" and has_confidence
+        self._chain_len = block_size  # of blocks that are not trees
+        if isinstance(calibrator, BlockCalibrator):
+            self._chain_len = min(calibrator.chain_len, block_size)
         self._rows = SequenceRows()
         self._rows_seen: tuple[Int, list[int]] | None = None  # ids and rows of this step
         self._ids_seen: list[int] | None = None  # of the last step
@@ -125,8 +123,9 @@ class LoadAwareScheduler:
         rows = self._rows_of(sequence_ids)
         probed: list[int] = []
         if self._planner.plan_is_due(num_eligible, prefill_tokens):
-            probed = self._planner.replan(rows, caps, prefill_tokens=prefill_tokens)
-        whole = self._look_is_due(self._num_steps + 1)
+            probed = self._planner.replan(rows, most, prefill_tokens=prefill_tokens)
+        num_steps = self._num_steps + 1
+        whole = not num_steps % _LOOK_EVERY and self._look_is_due(num_steps)
         wanted = self._planner.wanted(rows, most, prefill_tokens=prefill_tokens, whole=whole)
         for index in probed:
             wanted[index] = most[index]
@@ -158,6 +157,8 @@ class LoadAwareScheduler:
             verify_len = self._verify_few(
                 rows, logits, drafts, sampled.tolist(), most=most, prefill_tokens=prefill_tokens
             )
+            if self._num_steps % _LOOK_EVERY:
+                return verify_len
             return self._look_deeper(verify_len, num_drafts, altered)
         looked_up = None if confidence_logits is None else _looked_up(confidence_logits, num_drafts)
         survival = survival_of(self._confidence(rows, confidence_logits, looked_up, sampled), num_drafts)
@@ -172,7 +173,8 @@ class LoadAwareScheduler:
             verify_len = self._verify_many(survival, seconds, num_blocks)
         if confidence_logits is None:
             return self._spend_on_silent(verify_len, rows, num_drafts)
-        self._choice = _Choice(rows, survival.tolist(), looked_up, self._reach(int(sampled[0])))
+        reach = self._block_size if sampled[0] == RATED else self._chain_len
+        self._choice = (rows, survival.tolist(), looked_up, reach)
         nothing = np.int32(0)
         if looked_up is not None:
             verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
@@ -211,20 +213,28 @@ class LoadAwareScheduler:
     ) -> Int32:
         """Return verify_len [R] of rated blocks; no arrays."""
         num_sequences = len(rows)
-        num_blocks = 1 if num_sequences == 1 else sum(num > 0 for num in num_drafts)
-        _, seconds = self._asked(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)
-        seconds = seconds[: most + 1]
+        num_blocks = 1 if num_sequences == 1 else num_sequences - num_drafts.count(0)
+        seconds = self._asked(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)[1]
+        if len(seconds) > most + 1:
+            seconds = seconds[: most + 1]
         survival = [
-            self._survival_of_one(of_one[:num], kind)
+            self._survival_of_one(of_one[:num] if num < len(of_one) else of_one, kind)
             for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
         ]
-        self._choice = _Choice(rows, survival, None, self._reach(sampled[0]))
+        self._choice = (rows, survival, None, self._block_size if sampled[0] == RATED else self._chain_len)
         if num_sequences == 1:
             return np.array([self._num_of_few(survival[0], seconds, 1, 1)], np.int32)
+        return self._ranked_few(survival, seconds, num_blocks)
+
+    def _ranked_few(self, survival: list[list[float]], seconds: list[float], num_blocks: int) -> Int32:
+        """Return verify_len [R] of some blocks whose survivals [R] of up to G are above 0."""
+        num_sequences = len(survival)
         ranked = sorted(
-            (-value, position * num_sequences + sequence)
-            for sequence, of_one in enumerate(survival)
-            for position, value in enumerate(of_one)
+            [
+                (-value, position * num_sequences + sequence)
+                for sequence, of_one in enumerate(survival)
+                for position, value in enumerate(of_one)
+            ]
         )
         num = self._num_of_few([-value for value, _ in ranked], seconds, num_sequences, num_blocks)
         verify_len = [0] * num_sequences
@@ -271,21 +281,21 @@ class LoadAwareScheduler:
         self, survival: list[float], seconds: list[float], num_sequences: int, num_blocks: int
     ) -> int:
         """Return how many of the candidates, best first, are taken."""
+        if self._sees_ahead:
+            return lookahead_len(
+                survival,
+                seconds,
+                num_sequences=num_sequences,
+                decay=self._planner.decay ** (1.0 / num_sequences),
+                max_ahead=max(self._block_size, num_sequences),
+            )
         rates = rates_of(survival, seconds, num_sequences=num_sequences)
         if self._rule == "lagged":
             return self._lagged(rates.index(max(rates)), len(rates) - 1, num_blocks, early_stop_len(rates))
         if self._rule == "prefix":
             return early_stop_len(rates)
-        if not self._has_confidence:
-            best = rates.index(max(rates))
-            return best if rates[best] > _MARGIN * rates[0] else 0
-        return lookahead_len(
-            survival,
-            rates,
-            seconds,
-            decay=self._planner.decay ** (1.0 / num_sequences),
-            max_ahead=max(self._block_size, num_sequences),
-        )
+        best = rates.index(max(rates))
+        return best if rates[best] > _MARGIN * rates[0] else 0
 
     def _verify_many(self, survival: Float64, seconds: Float64, num_blocks: int) -> Int32:
         num_sequences = len(survival)
@@ -329,12 +339,6 @@ class LoadAwareScheduler:
         self._silent[at[silent]] += 1.0
         return np.where(probed, np.int32(1), verify_len)
 
-    def _reach(self, kind: int) -> int:
-        """Return how long blocks of this kind can be: chains may be shorter than trees have nodes."""
-        if isinstance(self.calibrator, BlockCalibrator) and kind != RATED:
-            return min(self.calibrator.chain_len, self._block_size)
-        return self._block_size
-
     def _look_is_due(self, num_steps: int) -> bool:
         """Return whether the step of this number looks at positions that load keeps cutting: its blocks are whole."""
         return (
@@ -374,15 +378,18 @@ class LoadAwareScheduler:
             if step.num_drafts.any():
                 self._learn_outcomes(step, None)
             return
-        looked_up = choice.looked_up if choice else _looked_up(step.confidence_logits, step.num_drafts)
-        if choice is not None:
+        looked_up: Bool | None
+        if choice is None:
+            looked_up = _looked_up(step.confidence_logits, step.num_drafts)
+        else:
+            rows, survival, looked_up, reach = choice
             self._planner.settle(
-                choice.rows,
-                choice.survival,
+                rows,
+                survival,
                 num_drafts=step.num_drafts.tolist(),
                 verify_len=step.verify_len.tolist(),
                 looked_up=None if looked_up is None else looked_up.tolist(),
-                reach=choice.reach,
+                reach=reach,
             )
         if not self._has_confidence:  # trees are rated nevertheless
             self._learn_outcomes(step, None)
@@ -444,7 +451,10 @@ def _few_rated(confidence_logits: Float32 | None) -> list[list[float]] | None:
     if confidence_logits is None or confidence_logits.size > _PLAIN:
         return None
     logits: list[list[float]] = confidence_logits.tolist()
-    return logits if all(of_one[0] == of_one[0] for of_one in logits) else None  # NaN where looked up
+    for of_one in logits:
+        if of_one[0] != of_one[0]:  # NaN: looked up
+            return None
+    return logits
 
 
 def _looked_up(confidence_logits: Float32, num_drafts: Int32) -> Bool | None:

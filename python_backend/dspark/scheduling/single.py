@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dspark.scheduling.allocation import MAX_STALLS
 
-__all__ = ["drafting_gain", "early_stop_len", "lookahead_len", "rates_of"]
+__all__ = ["drafting_gain", "early_stop_len", "lookahead_len", "plan_few", "rates_of"]
 
 
 def drafting_gain(
@@ -36,6 +36,93 @@ def drafting_gain(
         rates = _rates(survival, verify_s, draft_s)
         total += rates[early_stop_len(rates)] if early_stop else max(rates)
     return total / len(samples) * verify_s[0]
+
+
+def plan_few(
+    blocks: Sequence[Sequence[Sequence[float]]],
+    eligible: Sequence[bool],
+    *,
+    verify_s: Sequence[float],
+    draft_s: Sequence[float],
+    early_stop: bool,
+    margin: float,
+) -> tuple[list[bool], float]:
+    """Return what `planning.plan_drafting` gives: who is worth drafting [R], and the throughput that promises.
+
+    Arguments:
+        blocks: [R][S] survivals of earlier blocks, of up to G; S >= 1.
+        eligible: [R].
+        verify_s: [>= R*G + 1] seconds of the target pass with 0, 1, ... drafts, never falling.
+        draft_s: [>= number eligible] seconds of drafting 1, 2, ... blocks.
+        early_stop, margin: as there.
+    """
+    num_sequences, num_eligible = len(blocks), sum(eligible)
+    chosen = [False] * num_sequences
+    if not num_eligible:
+        return chosen, 1.0
+    plain = num_sequences / verify_s[0]
+    everyone = [of_one for of_one, asked in zip(blocks, eligible, strict=True) if asked]
+    all_rate, kept = _mean_rate(everyone, num_sequences, verify_s, draft_s[num_eligible - 1], early_stop)
+    rate = max(plain, all_rate)
+    reach = max(kept, min(num_sequences, len(verify_s) - 1), 1)
+    row_tokens = rate * (verify_s[reach] - verify_s[0]) / reach
+    half = num_eligible // 2
+    block_s = (draft_s[num_eligible - 1] - (draft_s[half - 1] if half else 0.0)) / (num_eligible - half)
+    few = [
+        asked and _mean_worth(of_one[:: 2 if len(of_one) > 1 else 1], row_tokens) > rate * block_s
+        for of_one, asked in zip(blocks, eligible, strict=True)
+    ]
+    best = plain * margin
+    if all_rate > best:
+        best, chosen = all_rate, list(eligible)
+    num_few = sum(few)
+    if 0 < num_few < num_eligible:
+        # Half of the samples choose and the others say what the choice is worth: luck is not counted twice.
+        promising = [of[1 if len(of) > 1 else 0 :: 2] for of, asked in zip(blocks, few, strict=True) if asked]
+        few_rate, _ = _mean_rate(promising, num_sequences, verify_s, draft_s[num_few - 1], early_stop)
+        if few_rate > best:
+            best, chosen = few_rate, few
+    return chosen, best / plain if any(chosen) else 1.0
+
+
+def _mean_rate(
+    blocks: Sequence[Sequence[Sequence[float]]],
+    num_sequences: int,
+    verify_s: Sequence[float],
+    draft_s: float,
+    early_stop: bool,
+) -> tuple[float, int]:
+    """Return the mean throughput when these blocks [n][S] are drafted, and the drafts kept of one step."""
+    total, kept = 0.0, 0
+    step_s = [seconds + draft_s for seconds in verify_s]
+    for of_step in zip(*blocks, strict=True):
+        tokens, best, at = float(num_sequences), num_sequences / step_s[0], 0
+        flat = [value for survival in of_step for value in survival]
+        flat.sort(reverse=True)
+        for taken, value in enumerate(flat, start=1):
+            tokens += value
+            rate = tokens / step_s[taken]
+            if rate > best:
+                best, at = rate, taken
+            elif early_stop:
+                break
+        total += best
+        kept += at
+    num_steps = len(blocks[0])
+    return total / num_steps, kept // num_steps
+
+
+def _mean_worth(samples: Sequence[Sequence[float]], row_tokens: float) -> float:
+    """Return the most that a block [S] is worth in tokens, beyond what its rows cost."""
+    total = 0.0
+    for survival in samples:
+        net = best = 0.0
+        for value in survival:
+            net += value - row_tokens
+            if net > best:
+                best = net
+        total += best
+    return total / len(samples)
 
 
 def _rates(
@@ -66,35 +153,39 @@ def early_stop_len(rates: Sequence[float]) -> int:
 
 def lookahead_len(
     survival: Sequence[float],
-    rates: Sequence[float],
     seconds: Sequence[float],
     *,
+    num_sequences: int = 1,
     decay: float,
     max_ahead: int,
 ) -> int:
-    """Return what `allocation.lookahead_num` gives.
+    """Return what `allocation.lookahead_num` gives, in one walk: few lines behind a pass that emptied the caches.
 
     Arguments:
         survival: [>= M], best first, the first M above 0.
-        rates: [M+1] Theta.
         seconds: [N+1] of the step with 0 .. N drafts, N all drafts asked for.
+        num_sequences: R.
         decay: usual ratio of one draft to the one before it: for R sequences the R-th root of that along a block.
     """
-    num = len(rates) - 1
-    stop = early_stop_len(rates)
-    if max_ahead < 2:
-        return stop
-    for _ in range(MAX_STALLS):
-        if stop == num:
-            break
-        tokens, hoped = rates[stop] * seconds[stop], survival[stop]
-        for ahead in range(1, min(max_ahead, len(seconds) - 1 - stop) + 1):
-            tokens += hoped
-            hoped *= decay
-            if tokens / seconds[stop + ahead] > rates[stop]:
-                break
-        else:
-            return stop
-        stop += 1
-        stop += early_stop_len(rates[stop:])
-    return stop
+    tokens = float(num_sequences)
+    rate = tokens / seconds[0]
+    num_stalls = 0
+    for taken, value in enumerate(survival):
+        if not value > 0.0:
+            return taken
+        next_rate = (tokens + value) / seconds[taken + 1]
+        if not next_rate > rate:
+            num_stalls += 1
+            if num_stalls > MAX_STALLS:
+                return taken
+            hoped_tokens, hoped = tokens + value, value
+            for size in range(taken + 2, min(taken + max_ahead + 1, len(seconds))):
+                hoped *= decay
+                hoped_tokens += hoped
+                if hoped_tokens / seconds[size] > rate:
+                    break
+            else:
+                return taken
+        tokens += value
+        rate = next_rate
+    return len(survival)
