@@ -260,8 +260,13 @@ def test_a_state_of_another_drafter_block_or_format_is_refused_naming_both() -> 
         OnlineCalibrator.restore(state, block_size=3, made_for="d2")
     with pytest.raises(ConfigError, match="block_size is 3 there and 4 here"):
         OnlineCalibrator.restore(state, block_size=4, made_for="d1")
-    with pytest.raises(ConfigError, match="format_version is 9 there and 1 here"):
+    with pytest.raises(ConfigError, match="format_version is 9 there and 2 here"):
         OnlineCalibrator.restore({**state, "format_version": 9}, block_size=3, made_for="d1")
+    first = {
+        name: value for name, value in state.items() if "shifts" not in name and name != "greedy_temperatures"
+    }
+    older = OnlineCalibrator.restore({**first, "format_version": 1}, block_size=3, made_for="d1")
+    assert older.state(made_for="d1") == state
     broken = json.loads(json.dumps(state))
     broken["modes"]["greedy"]["parameters"][0][0] = -1.0
     with pytest.raises(ConfigError, match="slopes above 0"):
