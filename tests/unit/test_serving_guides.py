@@ -12,6 +12,7 @@ from dspark.errors import CapacityError, RequestError
 from dspark.sampling import grammar
 from dspark.sampling.grammar import try_guide
 from dspark.sampling.guide_trial import GuideTrial
+from dspark.serving import guides
 from dspark.serving.guides import GuideDesk
 
 # All of these must be found in one text. Each further one doubles what the library needs: twelve take seconds.
@@ -167,3 +168,46 @@ def test_closing_ends_threads_and_processes(desk):
     psutil.wait_procs(mine, timeout=60)
     assert not any(child.is_running() for child in mine)
     assert not any(thread.name.startswith("dspark-guides") for thread in threading.enumerate())
+
+
+def test_whoever_waits_no_more_is_told_at_once_however_long_the_guides_before_take():
+    may, over, late = threading.Event(), threading.Event(), queue.SimpleQueue()
+    told = queue.SimpleQueue()
+
+    def compile_guide(_kind, guide):
+        assert may.wait(60)
+        return guide
+
+    one = GuideDesk(lambda: compile_guide, limit_s=0.3)
+    for guide in ("first", "second", "third"):  # two of them occupy the desk's threads
+        one.submit(
+            "regex",
+            guide,
+            then=told.put,
+            failed=told.put,
+            is_over=lambda guide=guide: guide != "second" and over.is_set(),
+            over=lambda guide=guide: late.put(guide),
+        )
+    over.set()
+    gone = sorted(late.get(timeout=60) for _ in range(2))
+    assert gone == ["first", "third"] and told.empty()
+    may.set()
+    one.submit("regex", "fourth", then=told.put, failed=told.put)
+    assert sorted(told.get(timeout=60) for _ in range(2)) == ["fourth", "second"]
+    one.close()
+    assert told.empty() and late.empty(), "each is told once"
+
+
+def test_who_has_left_takes_no_place_among_those_who_wait(monkeypatch):
+    monkeypatch.setattr(guides, "_MOST_WAITING", 4)
+    may, late = threading.Event(), queue.SimpleQueue()
+    one = GuideDesk(lambda: lambda _kind, _guide: may.wait(60), limit_s=0.3)
+    for _ in range(3):
+        for _ in range(4):
+            one.submit(
+                "regex", "a", then=print, failed=print, is_over=lambda: True, over=lambda: late.put(True)
+            )
+        for _ in range(4):
+            late.get(timeout=60)
+    may.set()
+    one.close()

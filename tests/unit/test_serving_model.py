@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from dspark.errors import CapacityError, ConfigError
 from dspark.serving.contract import OUTPUTS
+from dspark.serving.guides import GuideDesk
 from support import fake_pb_utils
 from support.fake_engine import FakeEngine, fake_runtime, perf
 from support.fake_pb_utils import Request
@@ -231,3 +232,22 @@ def test_finalize_ends_what_is_open(model, engine):
     model.finalize()
     assert finals(asked) == 1 and asked.sent[0][0].error.code == fake_pb_utils.TritonError.UNAVAILABLE
     assert not engine.alive
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancelled"])
+def test_a_request_whose_guide_is_not_compiled_yet_ends_when_it_should(model, engine, monkeypatch, end):
+    may = threading.Event()
+    monkeypatch.setattr(model, "_guides", GuideDesk(lambda: may.wait(60) and None))
+    guide = {
+        "guided_decoding_guide_type": "regex",
+        "guided_decoding_guide": "a+",
+        "return_finish_reason": True,
+    }
+    asked = request(parameters={**guide, "timeout_ms": 50 if end == "timeout" else 60_000})
+    model.execute([asked])
+    asked.gone = end == "cancelled"
+    until(lambda: finals(asked))
+    assert asked.sent[0][0].outputs["finish_reason"][0] == end.encode()
+    may.set()
+    model._guides.close()
+    assert len(asked.sent) == 1 and not engine.requests

@@ -1,7 +1,8 @@
 """Compiles the guides of requests beside everything else: neither `execute` nor the engine ever waits for one.
 
 Each desk thread tries a guide in a process that may be ended (`sampling.guide_trial`), then compiles it here, where the
-library lets other threads run. What was tried once is not tried again. Knows nothing of Triton or the engine.
+library lets other threads run. What was tried once is not tried again. One more thread looks whether a request still
+waits for its guide: its client may leave, its time may be over. Knows nothing of Triton or the engine.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from dspark.errors import CapacityError, RequestError
@@ -24,11 +26,23 @@ __all__ = ["Compile", "GuideDesk"]
 _log = logging.getLogger("dspark.serving")
 _NUM_THREADS: Final = 2  # one guide that takes its whole second holds no other up
 _MOST_WAITING: Final = 1024
+_POLL_INTERVAL_S: Final = 0.05  # a request whose time is over is told within this
 _MOST_REMEMBERED: Final = 4096  # digests
 
 # From a guide's type and text to the grammar of one request. Raises RequestError.
 Compile = Callable[[str, str | None], Grammar]
-_Task = Callable[[GuideTrial], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
+    """A guide, and whom it is for."""
+
+    kind: str
+    guide: str | None
+    then: Callable[[Grammar], object]
+    failed: Callable[[Exception], object]
+    is_over: Callable[[], bool]
+    over: Callable[[], object]
 
 
 class GuideDesk:
@@ -52,13 +66,17 @@ class GuideDesk:
         self._prepared = prepared
         self._compile: Compile | Exception | None = None
         self._limit_s = limit_s
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._came = threading.Condition()  # guards the three below
+        self._open: set[_Asked] = set()  # nobody has been told anything
+        self._waiting: dict[_Asked, None] = {}  # of them, those that no thread has begun, in their order
+        self._closing = False
         self._tried: OrderedDict[bytes, bool] = OrderedDict()  # digest of a guide -> passed
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, name=f"dspark-guides-{index}", daemon=True)
             for index in range(_NUM_THREADS)
         ]
+        self._threads.append(threading.Thread(target=self._watch, name="dspark-guides-watch", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -68,31 +86,33 @@ class GuideDesk:
         guide: str | None,
         *,
         then: Callable[[Grammar], object],
-        failed: Callable[[Exception], None],
+        failed: Callable[[Exception], object],
+        is_over: Callable[[], bool] = lambda: False,
+        over: Callable[[], object] = lambda: None,
     ) -> None:
         """Have a guide compiled; `then` gets its grammar, in a thread of the desk, or `failed` why there is none.
 
-        What `then` raises goes to `failed`, too.
+        What `then` raises goes to `failed`, too. Where `is_over`, which costs nothing, says first that nobody waits any
+        more, `over` is called instead of either, at once, however long the guides before this one take.
 
         Raises:
             CapacityError: too many are waiting.
         """
-        if self._tasks.qsize() >= _MOST_WAITING:
-            raise CapacityError(f"{_MOST_WAITING} guides wait to be compiled; send the request again later")
-
-        def task(trial: GuideTrial) -> None:
-            try:
-                self._check(trial, kind, guide)
-                then(self._compiler()(kind, guide))
-            except Exception as error:
-                failed(error)
-
-        self._tasks.put(task)
+        asked = _Asked(kind=kind, guide=guide, then=then, failed=failed, is_over=is_over, over=over)
+        with self._came:
+            if len(self._waiting) >= _MOST_WAITING:
+                raise CapacityError(
+                    f"{_MOST_WAITING} guides wait to be compiled; send the request again later"
+                )
+            self._open.add(asked)
+            self._waiting[asked] = None
+            self._came.notify_all()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Stop the threads once they are done with what they have begun."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._came:
+            self._closing = True
+            self._came.notify_all()
         for thread in self._threads:
             thread.join(timeout_s)
 
@@ -100,9 +120,59 @@ class GuideDesk:
         with contextlib.suppress(Exception):  # whoever needs it is told
             self._compiler()
         trial = GuideTrial(limit_s=self._limit_s)
-        while (task := self._tasks.get()) is not None:
-            task(trial)
+        while (asked := self._next()) is not None:
+            self._serve(trial, asked)
+            del asked  # the request behind it is not kept until the next one comes
         trial.close()
+
+    def _next(self) -> _Asked | None:
+        """Wait for a guide and return it; None when it is time to stop."""
+        with self._came:
+            self._came.wait_for(lambda: self._waiting or self._closing)
+            if self._closing:
+                return None
+            asked = next(iter(self._waiting))
+            del self._waiting[asked]
+            return asked
+
+    def _serve(self, trial: GuideTrial, asked: _Asked) -> None:
+        try:
+            self._check(trial, asked.kind, asked.guide)
+            if asked not in self._open:
+                return
+            grammar = self._compiler()(asked.kind, asked.guide)
+        except Exception as error:
+            if self._settle(asked):
+                asked.failed(error)
+            return
+        if self._settle(asked):
+            try:
+                asked.then(grammar)
+            except Exception as error:
+                asked.failed(error)
+
+    def _settle(self, asked: _Asked) -> bool:
+        """Return whether the caller is the one to tell this request something; true once."""
+        with self._came:
+            self._waiting.pop(asked, None)
+            if asked not in self._open:
+                return False
+            self._open.discard(asked)
+            return True
+
+    def _watch(self) -> None:
+        """End the requests that nobody waits for any more."""
+        while not self._closing:
+            with self._came:
+                self._came.wait_for(lambda: self._open or self._closing)
+                left = list(self._open)
+            while left:
+                self._end_if_over(left.pop())
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _end_if_over(self, asked: _Asked) -> None:
+        if asked.is_over() and self._settle(asked):
+            asked.over()
 
     def _compiler(self) -> Compile:
         """Return the compiler, made by whichever thread comes first. Raises what making it raised."""

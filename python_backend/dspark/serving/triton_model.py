@@ -185,6 +185,8 @@ class TritonPythonModel:
                 parsed.params.guided_decoding_guide,
                 then=lambda grammar: runtime.engine.submit(replace(submitted, grammar=grammar)),
                 failed=lambda error: self._refuse(stream, error),
+                is_over=lambda: stream.is_cancelled() or _is_late(submitted),
+                over=lambda: _end_unbegun(submitted),
             )
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
@@ -240,6 +242,16 @@ def _guide_desk(runtime: Runtime) -> GuideDesk | None:
         lambda: GrammarCompiler(tokenizer, vocab_size=runtime.target_config.vocab_size),
         prepared=_set_loaded_apart,
     )
+
+
+def _is_late(request: Request) -> bool:
+    return request.deadline_s is not None and time.monotonic() >= request.deadline_s
+
+
+def _end_unbegun(request: Request) -> None:
+    """Answer a request that the engine has not seen, as the engine answers one that it has not begun."""
+    late = request.is_cancelled is None or not request.is_cancelled()
+    request.emit(RequestOutput(request_id=-1, text="", finish_reason="timeout" if late else "cancelled"))
 
 
 def _set_loaded_apart() -> None:
