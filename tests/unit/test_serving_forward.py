@@ -3,12 +3,13 @@
 import os
 import threading
 import time
+from multiprocessing.connection import Client
 
 import numpy as np
 import pytest
 from dspark.errors import ConfigError
 from dspark.serving import door, forward
-from dspark.serving.door import Door, door_path
+from dspark.serving.door import Door, Handed, door_path
 from dspark.serving.forward import ForwardingModel
 from dspark.serving.watch import RunDir
 from support import fake_pb_utils
@@ -219,6 +220,32 @@ def test_whoever_knocks_without_a_request_is_let_go(path, monkeypatch, taken):
     until(lambda: not asked._open)
     asked.finalize()
     assert "dspark-forward" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_whoever_reads_no_answers_holds_nobody_up_for_long(path, monkeypatch, taken, caplog):
+    monkeypatch.setattr(door, "_HUNG_AFTER_S", 1.0)
+    handed = Handed(inputs={}, parameters="{}", outputs=(), request_id="", timeout_us=0, trace=None)
+    hanging = [Client(str(path), family="AF_UNIX") for _ in range(8)]
+    for each in hanging:
+        each.send(handed)
+    until(lambda: len(taken) == 8)
+    begun_s = time.monotonic()
+    more = {"text_output": np.array([b"a" * 4096], object)}
+    while not all(one.is_cancelled() for one in taken):
+        for one in taken:
+            one.send(more, final=False)
+    assert caplog.text.count("reads no answers") == 8
+    for one in taken:
+        one.send(more, final=True)  # of nobody's concern any more
+    for each in hanging:
+        each.close()
+    # A new request is answered.
+    with Client(str(path), family="AF_UNIX") as well:
+        well.send(handed)
+        until(lambda: len(taken) == 9)
+        taken[-1].send(more, final=True)
+        assert well.recv().final
+    assert time.monotonic() - begun_s < 6.0, "one was waited for, not each"
 
 
 def test_only_what_killed_launchers_left_long_ago_is_removed(tmp_path):

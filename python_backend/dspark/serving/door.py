@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -30,6 +32,10 @@ __all__ = ["Answer", "Door", "Handed", "HandedRequest", "door_path", "open_door"
 
 _log = logging.getLogger("dspark.serving")
 _PATIENCE_S: Final = 5.0  # between a connection and its request, which are one call of the other side
+_HUNG_AFTER_S: Final = (
+    1.0  # of waiting for the other side to read, its buffer being full; nobody else is answered then
+)
+_STAYS_HUNG_S: Final = 5.0  # whoever has a full buffer is not waited for again within this
 _BREATH_S: Final = 0.05  # before another try, with no file descriptor free
 _BACKLOG: Final = 1024  # requests that come at once
 
@@ -73,12 +79,23 @@ def door_path(server_pid: int) -> Path:
     return folder / str(server_pid)
 
 
-class HandedRequest:
-    """What the model asks of a request, and its response sender, over the connection that it came by."""
+@dataclass(slots=True)
+class _OtherSide:
+    """What is known of the process that hands in."""
 
-    def __init__(self, connection: Connection, handed: Handed) -> None:
+    hung_until_s: float = 0.0  # on time.monotonic()'s clock
+
+
+class HandedRequest:
+    """What the model asks of a request, and its response sender, over the connection that it came by.
+
+    One whose answers are not read counts as cancelled, since whoever sends for all requests must not wait for it.
+    """
+
+    def __init__(self, connection: Connection, handed: Handed, other_side: _OtherSide) -> None:
         self._connection = connection
         self._handed = handed
+        self._other_side = other_side
 
     def inputs(self) -> list[Any]:
         given = self._handed.inputs.items()
@@ -114,8 +131,15 @@ class HandedRequest:
         return self._connection.closed or self._connection.poll(0)
 
     def _answer(self, answer: Answer) -> None:
-        with contextlib.suppress(OSError):  # the other side has ended, which is_cancelled tells
+        try:
+            if time.monotonic() < self._other_side.hung_until_s and not _takes(self._connection):
+                raise BlockingIOError
             self._connection.send(answer)
+        except OSError as error:  # the other side has ended, or hangs with a part of this
+            if isinstance(error, BlockingIOError):
+                self._other_side.hung_until_s = time.monotonic() + _STAYS_HUNG_S
+                _log.error("vllm_model reads no answers; a request of it is dropped")
+            self._connection.close()  # which is_cancelled tells
         if answer.final:
             self._connection.close()
 
@@ -140,6 +164,7 @@ class Door:
         self._path = path
         self._take = take
         self._closing = False
+        self._other_side = _OtherSide()
         self._thread = threading.Thread(target=self._run, name="dspark-door", daemon=True)
         self._thread.start()
 
@@ -161,6 +186,8 @@ class Door:
             except OSError:  # closed, or no file descriptor is free
                 time.sleep(0.0 if self._closing else _BREATH_S)
                 continue
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_HUNG_AFTER_S))
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_PATIENCE_S))
             connection = Connection(accepted.detach())
             try:
                 handed = connection.recv() if connection.poll(_PATIENCE_S) else None
@@ -172,7 +199,7 @@ class Door:
             if handed is None:
                 connection.close()
             else:
-                self._take(HandedRequest(connection, handed))
+                self._take(HandedRequest(connection, handed, self._other_side))
 
 
 def open_door(server_pid: int, take: Callable[[HandedRequest], object]) -> Door | None:
@@ -182,6 +209,19 @@ def open_door(server_pid: int, take: Callable[[HandedRequest], object]) -> Door 
     except (OSError, ConfigError) as error:
         _log.error("vllm_model cannot reach this model: %s", error)
         return None
+
+
+def _takes(connection: Connection) -> bool:
+    """Say whether an answer can be sent without waiting; a closed connection takes it, with an error."""
+    if connection.closed:
+        return True
+    poll = select.poll()  # unlike select.select with any file descriptor
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _sweep(folder: Path) -> None:
