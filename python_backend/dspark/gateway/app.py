@@ -25,13 +25,24 @@ from dspark.gateway.errors import ApiError
 from dspark.gateway.requests import Ask, parse_chat, parse_completion
 from dspark.gateway.triton import Model, Part
 
-__all__ = ["make_app"]
+__all__ = ["make_app", "trace_headers"]
 
 _log = logging.getLogger("dspark.gateway")
 Result = TypeVar("Result")
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")  # W3C's
 _MOST_BYTES: Final = 16 << 20  # of a request's body
+_MOST_TRACE_BYTES: Final = 8 << 10  # of one header
 _GATEWAY_FAILED: Final = ApiError(500, "the gateway failed; see its log")
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the trace headers that gRPC can carry: printable ASCII, at most 8 KiB each; others are left out."""
+    found = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+    return {
+        name: value
+        for name, value in found.items()
+        if value.isascii() and value.isprintable() and len(value) <= _MOST_TRACE_BYTES
+    }
 
 
 def make_app(url: str, *, model_name: str) -> Starlette:
@@ -104,7 +115,7 @@ async def _complete(request: Request, parse: Callable[[object], Ask], kind: str,
     }
     chat = kind == "chat.completion"
     choices = [Choice(ask=ask, index=index, chat=chat) for index in range(len(ask.prompts) * ask.num_choices)]
-    trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+    trace = trace_headers(request.headers)
     parts = _parts(state.model, ask, request_id=str(head["id"]), headers=trace)
     if ask.stream:
         # What is refused is refused before the answer begins, as a status.
