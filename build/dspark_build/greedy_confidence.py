@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from dspark.calibration.logistic import information, logistic_weights
 from dspark.calibration.sts import auc
-from dspark.drafters.greedy_confidence import LEAST_REST
+from dspark.drafters.greedy_confidence import logit_of
 
 from dspark_build.training_batch import pack
 from dspark_build.training_data import Dataset
@@ -29,6 +30,7 @@ MIN_BLOCKS = 400
 _EVERY = 3  # answer tokens between two anchors
 _POOLED_LABELS = 100.0  # labels that the fit of all positions together is worth to one of them
 _RIDGE = 1e-3
+_PRIOR = np.array([0.5, 0.5, 0.0])  # both alike, and nothing added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +93,13 @@ def greedy_slots(
         output = model.block_pass(batch)
         assert output.confidence_logits is not None, "fitted for drafters with a confidence head"
         best, entry = (logits := model.logits(output)).max(-1)
-        log_q = (best - logits.logsumexp(-1)).clamp(max=0.0)
-        logit_q = log_q - torch.log((-torch.expm1(log_q)).clamp(min=LEAST_REST))
+        logit_q = logit_of((best - logits.logsumexp(-1)).cpu().numpy())
+        rated = output.confidence_logits.cpu().numpy()
         hit = model.frozen.draft_to_target[entry] == batch.target_argmax[batch.target_row]
-        features = torch.stack([output.confidence_logits, logit_q, torch.ones_like(logit_q)], -1)
         right = torch.cumprod((hit & batch.valid).int(), 1).bool()
         before = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
         yield GreedySlots(
-            features=features.double().cpu().numpy(),
+            features=np.stack([rated, logit_q, np.ones_like(rated)], -1).astype(np.float64),
             hit=hit.cpu().numpy(),
             known=(before & batch.valid).cpu().numpy(),
         )
@@ -106,36 +107,16 @@ def greedy_slots(
 
 def fit_weights(slots: GreedySlots) -> Array:
     """Return the most likely weights [G, 3]: of all positions together first, then each held to that."""
-    pooled = _logistic(slots.features[slots.known], slots.hit[slots.known], np.array([0.5, 0.5, 0.0]), _RIDGE)
-    held = _POOLED_LABELS * _information(slots.features[slots.known], pooled)
+    x, hit, ridge = slots.features, slots.hit, _RIDGE * np.eye(3)
+    all_x = x[slots.known]
+    pooled = logistic_weights(all_x, hit[slots.known], prior=_PRIOR, precision=ridge)
+    precision = _POOLED_LABELS * information(all_x, pooled) + ridge
     return np.stack(
         [
-            _logistic(slots.features[known, k], slots.hit[known, k], pooled, held)
+            logistic_weights(x[known, k], hit[known, k], prior=pooled, precision=precision)
             for k, known in enumerate(slots.known.T)
         ]
     )
-
-
-def _information(x: Array, w: Array) -> Array:
-    """Return what one label tells of the weights on average [3, 3]."""
-    p = 1.0 / (1.0 + np.exp(-np.clip(x @ w, -30.0, 30.0)))
-    return np.asarray((x * (p * (1.0 - p))[:, None]).T @ x / max(len(x), 1))
-
-
-def _logistic(x: Array, hit: Bool, prior: Array, precision: Array | float) -> Array:
-    """Return logistic weights [3] for x [n, 3] by Newton steps, with a Gaussian prior."""
-    held = precision * np.eye(3) if isinstance(precision, float) else precision + _RIDGE * np.eye(3)
-    w = prior
-    for _ in range(30):
-        p = 1.0 / (1.0 + np.exp(-np.clip(x @ w, -30.0, 30.0)))
-        gradient = x.T @ (hit - p) - held @ (w - prior)
-        hessian = (x * (p * (1.0 - p))[:, None]).T @ x + held
-        step = np.linalg.solve(hessian, gradient)
-        step *= min(1.0, 1.0 / max(float(np.abs(step).max()), 1e-12))
-        w = w + step
-        if float(np.abs(step).max()) < 1e-6:
-            break
-    return w
 
 
 def _joined(parts: list[GreedySlots]) -> GreedySlots:

@@ -66,16 +66,15 @@ class OnlineCalibrator:
         greedy_shifts: Sequence[float] | None = None,
     ) -> None:
         self.block_size = block_size
-        drawn = _checked("temperatures", temperatures, block_size)
+        drawn = _checked("temperatures", temperatures, block_size, absent=1.0, above=0.0)
         greedy = drawn
         if greedy_temperatures is not None:
-            greedy = _checked("greedy_temperatures", greedy_temperatures, block_size)
+            greedy = _checked("greedy_temperatures", greedy_temperatures, block_size, absent=1.0, above=0.0)
         self.temperatures, self.greedy_temperatures = drawn, greedy
         self._scale = 1.0 / np.stack([greedy, drawn, drawn])  # [3, G]
-        of_drawn = _checked_shifts("shifts", shifts, block_size)
-        self._shift = np.stack(
-            [_checked_shifts("greedy_shifts", greedy_shifts, block_size), of_drawn, of_drawn]
-        )
+        of_drawn = _checked("shifts", shifts, block_size, absent=0.0)
+        of_greedy = _checked("greedy_shifts", greedy_shifts, block_size, absent=0.0)
+        self._shift = np.stack([of_greedy, of_drawn, of_drawn])
         self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
         self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [3, 1, 3]
         self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [3, G, 3]
@@ -309,20 +308,15 @@ class OnlineCalibrator:
         return calibrator
 
 
-def _checked(name: str, temperatures: Sequence[float] | None, block_size: int) -> Float64:
-    given = np.ones(block_size) if temperatures is None else np.asarray(temperatures, np.float64)
-    if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > 0.0):
+def _checked(
+    name: str, values: Sequence[float] | None, block_size: int, *, absent: float, above: float = -math.inf
+) -> Float64:
+    """Return an offline fit's numbers [G], `absent` everywhere for None."""
+    given = np.full(block_size, absent) if values is None else np.asarray(values, np.float64)
+    if given.shape != (block_size,) or not np.all(np.isfinite(given)) or not np.all(given > above):
+        bound = f" > {above:g}" if above > -math.inf else ""
         raise ConfigError(
-            f"{name}: got {np.asarray(temperatures).tolist()!r}, allowed are {block_size} finite numbers > 0"
-        )
-    return given
-
-
-def _checked_shifts(name: str, shifts: Sequence[float] | None, block_size: int) -> Float64:
-    given = np.zeros(block_size) if shifts is None else np.asarray(shifts, np.float64)
-    if given.shape != (block_size,) or not np.all(np.isfinite(given)):
-        raise ConfigError(
-            f"{name}: got {np.asarray(shifts).tolist()!r}, allowed are {block_size} finite numbers"
+            f"{name}: got {np.asarray(values).tolist()!r}, allowed are {block_size} finite numbers{bound}"
         )
     return given
 

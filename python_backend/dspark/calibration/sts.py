@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dspark.calibration.logistic import information, logistic_weights, sigmoid
 from dspark.errors import ConfigError
 
 __all__ = [
@@ -80,7 +81,7 @@ def survival(logits: npt.ArrayLike, temperatures: npt.ArrayLike | None = None) -
     z = np.asarray(logits, np.float64)
     if temperatures is not None:
         z = z / np.asarray(temperatures, np.float64)[None, :]
-    return np.asarray(np.cumprod(_sigmoid(z), axis=1))
+    return np.asarray(np.cumprod(sigmoid(z), axis=1))
 
 
 def ece(forecast: npt.ArrayLike, label: npt.ArrayLike, *, num_bins: int = NUM_BINS) -> float:
@@ -184,12 +185,12 @@ def fit_sts(
     prefix = np.ones(z.shape[0])
     for k in range(num_positions):
         at = seen[:, k]
-        errors = [ece(prefix[at] * _sigmoid(z[at, k] / t), y[at, k]) for t in tried]
+        errors = [ece(prefix[at] * sigmoid(z[at, k] / t), y[at, k]) for t in tried]
         best = int(np.flatnonzero(np.array(errors) <= min(errors) + TOLERANCE)[0])
         temperatures[k] = tried[best]
         before[k] = ece(raw[at, k], y[at, k])
         after[k] = errors[best]
-        prefix = prefix * _sigmoid(z[:, k] / temperatures[k])
+        prefix = prefix * sigmoid(z[:, k] / temperatures[k])
     return StsFit(
         temperatures=temperatures,
         ece_before=before,
@@ -230,27 +231,14 @@ def forecast_survival(logits: npt.ArrayLike, fit: ScaledFit | None) -> Float64:
 
 
 _LINE_PRIOR, _LINE_LABELS = np.array([1.0, 0.0]), 30.0  # no change, worth so many labels
+_LEAST_LINE = np.array([0.05, -np.inf])
 
 
 def _logistic_line(z: Float64, hit: Bool) -> Float64:
     """Return slope and shift [2] of the most likely sigmoid(slope z + shift)."""
     x = np.stack([z, np.ones_like(z)], axis=1)
-    line = _LINE_PRIOR
-    p = _sigmoid(x @ line)
-    held = _LINE_LABELS * (0.05 * np.eye(2) + (x * (p * (1.0 - p))[:, None]).T @ x / max(len(z), 1))
-    for _ in range(30):
-        p = _sigmoid(x @ line)
-        gradient = x.T @ (hit - p) - held @ (line - _LINE_PRIOR)
-        step = np.linalg.solve((x * (p * (1.0 - p))[:, None]).T @ x + held, gradient)
-        step *= min(1.0, 1.0 / max(float(np.abs(step).max()), 1e-12))
-        line = np.array([max(line[0] + step[0], 0.05), line[1] + step[1]])
-        if float(np.abs(step).max()) < 1e-8:
-            break
-    return line
-
-
-def _sigmoid(z: Float64) -> Float64:
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * z)))
+    precision = _LINE_LABELS * (0.05 * np.eye(2) + information(x, _LINE_PRIOR))
+    return logistic_weights(x, hit, prior=_LINE_PRIOR, precision=precision, least=_LEAST_LINE)
 
 
 def _pair(forecast: npt.ArrayLike, label: npt.ArrayLike) -> tuple[Float64, Float64]:

@@ -13,9 +13,9 @@ import numpy as np
 
 from dspark.executors.interface import Float32
 
-__all__ = ["LEAST_REST", "log_q_of_best", "rate_greedy"]
+__all__ = ["log_q_of_best", "logit_of", "rate_greedy"]
 
-LEAST_REST = 1e-4  # 1 - q counts as at least this much
+_LEAST_REST = 1e-4  # 1 - q counts as at least this much
 
 
 def log_q_of_best(logits: Float32) -> Float32:
@@ -26,6 +26,12 @@ def log_q_of_best(logits: Float32) -> Float32:
         return np.asarray(-np.log(total), np.float32)
 
 
+def logit_of(log_q: Float32) -> Float32:
+    """Return logit q for log q of any shape."""
+    log_q = np.minimum(log_q, np.float32(0.0))
+    return np.asarray(log_q - np.log(np.maximum(-np.expm1(log_q), np.float32(_LEAST_REST))))
+
+
 def rate_greedy(weights: Float32, confidence_logits: Float32, log_q: Float32) -> Float32:
     """Return z' [R] of one position.
 
@@ -34,6 +40,4 @@ def rate_greedy(weights: Float32, confidence_logits: Float32, log_q: Float32) ->
         confidence_logits: [R] z.
         log_q: [R] log q of the draft.
     """
-    log_q = np.minimum(log_q, np.float32(0.0))
-    logit_q = log_q - np.log(np.maximum(-np.expm1(log_q), np.float32(LEAST_REST)))
-    return np.asarray(weights[0] * confidence_logits + weights[1] * logit_q + weights[2], np.float32)
+    return np.asarray(weights[0] * confidence_logits + weights[1] * logit_of(log_q) + weights[2], np.float32)
