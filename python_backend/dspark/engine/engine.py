@@ -31,6 +31,7 @@ from dspark.engine.step_batch import StepRows, build_step_rows
 from dspark.engine.step_report import StepWatcher
 from dspark.engine.verifying import run_target
 from dspark.executors.interface import CacheMover, TargetExecutor
+from dspark.executors.verifying import ChainVerifier
 from dspark.models.tokenizer import Tokenizer
 from dspark.request import Request
 from dspark.sampling.verification import Verdict
@@ -61,6 +62,7 @@ class Engine:
         rule: Literal["auto", "rejection", "coupled"] = "auto",
     ) -> None:
         self.target = target
+        self._verifier = target if isinstance(target, ChainVerifier) else None
         self.drafter = drafter
         self.scheduler = scheduler
         self.limits = limits
@@ -99,7 +101,7 @@ class Engine:
         verify_len = self._drafts.schedule(plan, block)
         rows = build_step_rows(plan, block, verify_len, page_size=self.limits.page_size)
         clock.scheduled()
-        output = run_target(self.target, plan, block, rows)
+        output = run_target(self.target, self._verifier, plan, block, rows)
         clock.verified()
         verdicts = self._committer.commit(plan, block, rows, output, started_ns=clock.started_ns)
         self._settle(rows, verdicts)

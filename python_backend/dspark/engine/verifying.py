@@ -22,12 +22,18 @@ from dspark.sampling.verification import Verdict
 __all__ = ["device_verdict", "run_target", "verify_batch"]
 
 
-def run_target(target: TargetExecutor, plan: StepPlan, block: DraftBlock, rows: StepRows) -> TargetOutput:
-    """Run the target's pass, verified where it runs if target and requests allow it."""
-    if isinstance(target, ChainVerifier) and target.longest_chain:
-        verify = verify_batch(plan, block, rows, longest=target.longest_chain, probs=target.reads_probs)
+def run_target(
+    target: TargetExecutor, verifier: ChainVerifier | None, plan: StepPlan, block: DraftBlock, rows: StepRows
+) -> TargetOutput:
+    """Run the target's pass, verified where it runs if target and requests allow it.
+
+    Arguments:
+        verifier: the target, where it verifies at all.
+    """
+    if verifier is not None and verifier.longest_chain:
+        verify = verify_batch(plan, block, rows, longest=verifier.longest_chain, probs=verifier.reads_probs)
         if verify is not None:
-            return target.forward_verified(rows.batch, verify)
+            return verifier.forward_verified(rows.batch, verify)
     return target.forward(rows.batch)
 
 
