@@ -79,7 +79,7 @@ def _start_findings(repository: Path) -> Iterator[Finding]:
         yield _timed("ready", time.monotonic() - started_s, _READY_S)
         asked_s = time.monotonic()
         _ask(f"{server.http_url}/v2/models/dspark/generate")
-        yield Finding("first answer", f"after {time.monotonic() - asked_s:.2f} s")
+        yield Finding("first answer", f"after {time.monotonic() - asked_s:.4f} s")
         stopping_s = time.monotonic()
         server.stop()
         yield _timed("stopped", time.monotonic() - stopping_s, _STOPPED_S)
