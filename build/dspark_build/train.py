@@ -423,6 +423,14 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", default="cpu", help="cpu or cuda")
     run.add_argument("--threads", type=int, default=0, help="0 = one per core")
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument(
+        "--repeat-hot",
+        type=int,
+        default=1,
+        metavar="N",
+        help="take answers of temperature 0.9 and above N times as often as others: drafts of sampled answers gain "
+        "(default %(default)s)",
+    )
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -540,7 +548,9 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     dtype = _dtype(args.dtype, device)
     head = target_head(checkpoint, dtype=dtype)
     layer_ids = _layer_ids(args)
-    data = Dataset(args.data, target=checkpoint.config, layer_ids=layer_ids, head=head)
+    data = Dataset(
+        args.data, target=checkpoint.config, layer_ids=layer_ids, head=head, repeat_hot=args.repeat_hot
+    )
     vocab = _draft_vocab(args, checkpoint, data)
     config = _drafter_config(args, checkpoint, layer_ids, len(vocab))
     weights = checkpoint.weights
@@ -561,7 +571,7 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     counts = data.token_counts(config.vocab_size)
     covered = counts[vocab].sum() / max(counts.sum(), 1)
     say(
-        f"train: {num_parameters / 1e6:.1f} M parameters, {len(data.train)} "
+        f"train: {num_parameters / 1e6:.1f} M parameters, {len(set(data.train))} "
         f"answers with {data.num_answer_tokens} tokens, "
         f"{len(data.held_out)} held out; the draft vocabulary of {len(vocab)} covers {covered:.2%}"
     )
@@ -651,6 +661,7 @@ def _settings(
         decay=args.decay,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed,
+        repeat_hot=args.repeat_hot,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
 from dspark.models.config import TargetConfig
 from dspark.models.loading import TargetCheckpoint
 
@@ -30,6 +30,7 @@ __all__ = ["HELD_OUT_EVERY", "Dataset", "target_head"]
 Array = npt.NDArray[np.int64]
 
 HELD_OUT_EVERY = 40  # prompts with this divisor of their index are never trained on
+HOT = 0.9  # from this temperature on an answer is a hot one
 
 
 class Dataset:
@@ -40,14 +41,25 @@ class Dataset:
         target: must be the target they were made with.
         layer_ids: feature layers the drafter wants, among the stored ones.
         head: final norm of the target, for its hidden states.
+        repeat_hot: how often an answer that was drawn at temperature 0.9 or above counts among those that are
+            trained on; the others count once.
 
     Raises:
         CheckpointError: no manifest, another target, layers that are not stored, nothing finished.
+        ConfigError: `repeat_hot` below 1.
     """
 
     def __init__(
-        self, folders: Sequence[Path], *, target: TargetConfig, layer_ids: tuple[int, ...], head: TargetHead
+        self,
+        folders: Sequence[Path],
+        *,
+        target: TargetConfig,
+        layer_ids: tuple[int, ...],
+        head: TargetHead,
+        repeat_hot: int = 1,
     ) -> None:
+        if repeat_hot < 1:
+            raise ConfigError(f"--repeat-hot: got {repeat_hot}, allowed is 1 or more")
         self._width = target.decoder.hidden_size
         self._head = head
         self._shards: list[AnswerShard] = []
@@ -63,7 +75,12 @@ class Dataset:
             for part, held_out in zip(parts, (False, True), strict=True):
                 part.append(self._usable(range(first, len(self._shards)), held_out=held_out))
             first = len(self._shards)
-        self.train = [key for part in parts[0] for key in part]
+        self.train = [
+            key
+            for part in parts[0]
+            for key in part
+            for _ in range(repeat_hot if self.temperature(key) >= HOT else 1)
+        ]
         self.held_out = _in_turn(parts[1])
         if not self.train:
             raise CheckpointError(

@@ -59,6 +59,7 @@ class TrainSettings:
     decay: float
     dtype: str
     seed: int
+    repeat_hot: int  # times that an answer of temperature 0.9 or above counts
 
 
 @dataclass(slots=True)

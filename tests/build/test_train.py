@@ -169,6 +169,21 @@ def test_data_of_another_target_is_refused_with_both_hashes(home, tmp_path):
     assert load_target(home / "target").config.model_hash in str(caught.value)
 
 
+def test_hot_answers_count_as_often_as_asked(home):
+    checkpoint = load_target(home / "target")
+    head = target_head(checkpoint, dtype=torch.float32)
+    once, thrice = (
+        Dataset([home / "data"], target=checkpoint.config, layer_ids=(0, 2), head=head, repeat_hot=times)
+        for times in (1, 3)
+    )
+    hot = {key for key in once.train if once.temperature(key) >= 0.9}
+    assert hot and set(once.train) - hot
+    assert sorted(thrice.train) == sorted([*once.train, *hot, *hot])
+    assert thrice.held_out == once.held_out
+    with pytest.raises(ConfigError, match="--repeat-hot: got 0, allowed is 1 or more"):
+        Dataset([home / "data"], target=checkpoint.config, layer_ids=(0, 2), head=head, repeat_hot=0)
+
+
 def test_several_data_folders_are_read_as_one(home):
     checkpoint = load_target(home / "target")
     one, two = (
