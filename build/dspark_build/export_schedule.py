@@ -74,7 +74,8 @@ def _next_budget(g: Graph, ordered: str, alive: str, slot: str, rows: str) -> No
 
 def _rows(g: Graph, lengths: str, num_sequences: str, block_size: str) -> None:
     """Add where sequences start and what each row of the pass is."""
-    counts = g.op("Add", g.to(lengths, "i64"), g.number(1))
+    padding = g.op("Less", "num_drafts", g.constant(np.array(0, np.int32)))  # sequences without rows
+    counts = g.op("Where", padding, g.number(0), g.op("Add", g.to(lengths, "i64"), g.number(1)))
     start = g.op("Concat", g.ints(0), g.op("CumSum", counts, g.number(0)), axis=0)
     g.op("Cast", start, name="query_start", to=TensorProto.INT32)
     wide = g.op("Add", block_size, g.ints(1))

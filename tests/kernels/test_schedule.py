@@ -55,6 +55,15 @@ def test_a_confidence_that_is_not_a_number_ends_its_block() -> None:
     assert check(given)[0].tolist()[1] == 2
 
 
+def test_padding_has_no_rows() -> None:
+    given = arguments(5, 3, budget=100)
+    given[1].copy_(torch.tensor([3, -1, 0, 2, -1]))
+    verify_len, query_start, row_source, _ = check(given)
+    assert verify_len.tolist() == [3, 0, 0, 2, 0]
+    assert query_start.tolist() == [0, 4, 4, 5, 8, 8]
+    assert row_source[:9].tolist() == [0, 1, 2, 3, 8, 12, 13, 14, -1]
+
+
 def test_a_cliff_in_the_cost_is_looked_behind() -> None:
     given = arguments(4, 5, budget=7)
     given[0].fill_(0.9)

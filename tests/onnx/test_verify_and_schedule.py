@@ -158,7 +158,7 @@ def test_the_schedule_is_that_of_the_plain_operation(
         confidence[-1, -1] = np.nan
         feeds = {
             "confidence": confidence,
-            "num_drafts": rng.integers(0, block_size + 1, num_sequences).astype(np.int32),
+            "num_drafts": rng.integers(-1, block_size + 1, num_sequences).astype(np.int32),
             "budgets": budgets,
             "step": np.array([step], np.int32),
             "seconds": (1 + rng.random(num_sequences * block_size + 1).cumsum() * 0.02).astype(np.float32),

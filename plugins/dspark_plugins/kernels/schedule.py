@@ -71,12 +71,12 @@ def schedule_kernel(
             s = tl.load(survival + k * num_sequences + r, mask=real, other=0.0)
             length += ((rank < budget) & (s > 0)).to(tl.int32)
         tl.store(verify_len + r, length, mask=real)
-        rows = tl.where(real, 1 + length, 0)
+        rows = tl.where(real & (tl.load(num_drafts + r, mask=real, other=-1) >= 0), 1 + length, 0)
         at = filled + tl.cumsum(rows, axis=0) - rows
         tl.store(query_start + r, at, mask=real)
         filled += tl.sum(rows, axis=0)
         for k in range(block_size + 1):
-            tl.store(row_source + at + k, r * (1 + block_size) + k, mask=real & (k <= length))
+            tl.store(row_source + at + k, r * (1 + block_size) + k, mask=k < rows)
     tl.store(query_start + num_sequences, filled)
     for start in range(0, total + num_sequences, BLOCK):
         row = start + tl.arange(0, BLOCK)

@@ -20,7 +20,7 @@ def schedule(
 
     Arguments:
         confidence: [R, G] float32 calibrated c_k; NaN ends a block.
-        num_drafts: [R] int32.
+        num_drafts: [R] int32; negative = padding, a sequence without rows.
         budgets: [2] int32 what steps t-2 and t-1 found best, at t % 2 and (t+1) % 2; negative = nothing yet.
         step: [1] int32, t.
         seconds: [R * G + 1] float32 seconds of the whole step with 0, 1, ... drafts.

@@ -36,7 +36,7 @@ def schedule(
 
     Arguments:
         confidence: [R, G] float32 calibrated c_k; NaN ends a block.
-        num_drafts: [R] int32.
+        num_drafts: [R] int32; negative = padding, a sequence without rows.
         budgets: [2] int32, what steps t-2 and t-1 found best, at t % 2 and (t+1) % 2. Negative = nothing
             yet: no draft
             is verified.
@@ -79,11 +79,11 @@ def schedule(
     new_budgets = budgets.clone()
     new_budgets[slot] = theta.argmax().to(torch.int32)
 
-    rows = 1 + verify_len
+    rows = torch.where(num_drafts < 0, 0, 1 + verify_len)
     query_start = torch.zeros(num_sequences + 1, dtype=torch.int32, device=device)
     query_start[1:] = rows.cumsum(0)
     column = torch.arange(1 + block_size, device=device)
-    kept = column <= verify_len[:, None]  # [R, 1 + G]
+    kept = column < rows[:, None]  # [R, 1 + G]
     at = query_start[:-1, None] + column
     row_source = torch.full((num_sequences * (1 + block_size),), -1, dtype=torch.int32, device=device)
     source = torch.arange(num_sequences * (1 + block_size), device=device, dtype=torch.int32).view_as(kept)
