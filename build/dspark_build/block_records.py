@@ -164,7 +164,7 @@ def decode(
         executor=executor,
         max_batch_size=batch,
         num_threads=threads,
-        rule="rejection",
+        rule="block",
         policy="fixed:0",
         calibration="none",  # what is measured here; that of another drafter may lie in its folder
     )

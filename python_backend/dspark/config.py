@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 from dspark.errors import ConfigError
+from dspark.sampling.transforms import SampledRule
 from dspark.scheduling.policy import POLICIES, parse_policy
 
 __all__ = [
@@ -32,8 +32,7 @@ EXECUTOR_DTYPES = {  # of those that read checkpoints
 ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
 EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS, "tensorrt_llm")
 NUM_DRAFT_TOKENS = 5  # of a drafter that drafts token by token
-Rule = Literal["auto", "rejection", "coupled"]
-RULES: tuple[Rule, ...] = ("auto", "rejection", "coupled")
+RULES: tuple[SampledRule, ...] = ("auto", "block", "rejection", "coupled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,8 @@ class ServeConfig:
         the drafter's folder, where there is one), or `none`.
     learned_calibration: what was learnt while serving, read at the start and written at the end: a file, `auto`
         (in the state folder, one for each drafter), or `none` (learn anew every time).
-    rule: how sampled drafts are judged: `rejection`, `coupled`, or `auto` (coupled for requests that name a seed).
+    rule: how sampled drafts are judged: `block` (block verification), `rejection` (token by token), `coupled`, or
+        `auto` (coupled for requests that name a seed, block for the others).
     max_context_len: 0 = the model's own.
     max_step_tokens: prompt tokens computed in one step beside the decoding rows.
     num_threads: 0 = one per core.
@@ -88,7 +88,7 @@ class ServeConfig:
     engine: str = ""
     device: str = "auto"
     policy: str = "auto"
-    rule: Rule = "auto"
+    rule: SampledRule = "auto"
     capacity: str = "auto"
     calibration: str = "auto"
     learned_calibration: str = "none"

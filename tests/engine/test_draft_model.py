@@ -171,7 +171,7 @@ def test_a_drafter_of_a_shorter_context_stops_drafting_there(tmp_path: Path, tar
     assert engine.stats().num_drafter_faults == 0
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_sampled_tokens_follow_the_target(target: Path, drafters: dict[str, Path], rule: str) -> None:
     engine = make_engine(
         target, drafter=drafters["stranger"], policy="fixed:2", rule=rule, max_batch_size=256

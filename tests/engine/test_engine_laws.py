@@ -111,7 +111,7 @@ def test_a_named_seed_gives_the_plain_answer_with_every_drafter_and_batch(
         assert answers(engine, requests()) == plain, policy
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["block", "rejection", "coupled"])
 @pytest.mark.parametrize("drafter", ["ngram", "good-vanilla", "reduced", "dflash", "reduced+ngram"])
 def test_sampled_tokens_follow_the_target(
     target: Path, drafters: dict[str, str], drafter: str, rule: str

@@ -163,10 +163,10 @@ def test_prompts_that_go_on_differently_share_pages_and_draft_by_the_formulas(
 @pytest.mark.parametrize(
     ("head", "rule"),
     [
-        ("good-eagle3", "rejection"),
+        ("good-eagle3", "block"),
         ("good-eagle3", "coupled"),
-        ("eagle3-reduced", "rejection"),
-        ("good-mtp", "rejection"),
+        ("eagle3-reduced", "block"),
+        ("good-mtp", "block"),
     ],
 )
 def test_sampled_tokens_follow_the_target(target: Path, heads: dict[str, Path], head: str, rule: str) -> None:

@@ -67,15 +67,21 @@ def test_greedy_drafts_are_labelled_by_the_tokens_that_came_the_cut_off_one_too(
 
 
 @pytest.mark.parametrize(
-    ("policy", "penalty"), [("fixed:4", 0.0), ("threshold:0", 0.0), ("threshold:0", 0.2)]
+    ("rule", "policy", "penalty"),
+    [
+        ("rejection", "fixed:4", 0.0),
+        ("block", "fixed:4", 0.0),
+        ("block", "threshold:0", 0.0),
+        ("block", "threshold:0", 0.2),
+    ],
 )
 def test_sampled_labels_are_the_acceptance_that_is_seen_on_average(
-    target: Path, drafter: str, tmp_path: Path, policy: str, penalty: float
+    target: Path, drafter: str, tmp_path: Path, rule: str, policy: str, penalty: float
 ) -> None:
     if penalty:  # with a confidence head nobody learns from altered logits
         write_good_drafter(tmp_path, target, confidence=False)
         drafter = str(tmp_path)
-    engine = make_engine(target, drafter=drafter, policy=policy, rule="rejection")
+    engine = make_engine(target, drafter=drafter, policy=policy, rule=rule)
     seen = watched(engine, most=2)
     params = {"max_tokens": 200, "temperature": 1.0, "presence_penalty": penalty}
     run(engine, [make_request(p, seed=i, **params) for i, p in enumerate(PROMPTS * 3)])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from dspark.engine.engine import Engine
+from dspark.sampling.transforms import SampledRule
 from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.interface import Int, Int32, Scheduler, StepObservation
 from dspark.scheduling.load_aware import LoadAwareScheduler
@@ -22,6 +23,7 @@ from support.two_tokens import make_table_engine
 
 TARGET, DRAFT = np.array([0.7, 0.3]), np.array([0.5, 0.5])
 CONFIDENCE = np.array([[0.8, 0.8], [0.9, 0.0]])  # c_2 = 0.9 behind A, 0 behind B
+RULES: tuple[SampledRule, ...] = ("block", "rejection")
 SECONDS = (1.0, 1.0 / 0.5, 1.0 / 0.45)
 CLIFFS = (1.0, 2.0, 2.05, 2.1, 3.4, 3.45, 3.5, 5.0, 5.05, 5.1, 5.15, 7.0)  # of 1, 2, ... rows
 
@@ -81,34 +83,38 @@ def pairs(engine: Engine, *, num_requests: int, length: int) -> npt.NDArray[np.i
     return counts
 
 
-def engine_of(policy: str) -> Engine:
-    return make_table_engine(
-        TARGET, DRAFT, CONFIDENCE, scheduler_of(policy, SECONDS, block_size=2), max_batch_size=1
-    )
+def engine_of(policy: str, rule: SampledRule = "block") -> Engine:
+    scheduler = scheduler_of(policy, SECONDS, block_size=2)
+    return make_table_engine(TARGET, DRAFT, CONFIDENCE, scheduler, max_batch_size=1, rule=rule)
 
 
-def test_the_naive_full_search_bends_the_distribution_through_the_engine() -> None:
-    counts = pairs(engine_of("naive"), num_requests=60, length=60)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_naive_full_search_bends_the_distribution_through_the_engine(rule: SampledRule) -> None:
+    counts = pairs(engine_of("naive", rule), num_requests=60, length=60)
     with pytest.raises(AssertionError, match="chi-square"):
         assert_distributed_as(counts, np.outer(TARGET, TARGET))
     # 0.85 where a block is drawn, 0.7 for the token behind it.
     assert counts.sum(axis=1)[0] / counts.sum() > 0.74
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("policy", ["prefix", "lagged", "auto", "threshold:0.85", "fixed:1", "fixed:2"])
-def test_every_policy_keeps_the_distribution_on_the_counterexample(policy: str) -> None:
-    engine = engine_of(policy)
+def test_every_policy_keeps_the_distribution_on_the_counterexample(policy: str, rule: SampledRule) -> None:
+    engine = engine_of(policy, rule)
     counts = pairs(engine, num_requests=60, length=60)
     assert_distributed_as(counts, np.outer(TARGET, TARGET))
     if policy == "prefix":
         assert engine.stats().num_draft_tokens == 0, "early stop keeps nothing here"
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("policy", ["prefix", "lagged", "auto"])
-def test_every_policy_keeps_the_distribution_of_a_batch_on_a_curve_with_cliffs(policy: str) -> None:
+def test_every_policy_keeps_the_distribution_of_a_batch_on_a_curve_with_cliffs(
+    policy: str, rule: SampledRule
+) -> None:
     confidence = np.array([[0.75, 0.85], [0.95, 0.1], [0.05, 0.99], [0.9, 0.3]])
     engine = make_table_engine(
-        TARGET, DRAFT, confidence, scheduler_of(policy, CLIFFS, block_size=4), max_batch_size=3
+        TARGET, DRAFT, confidence, scheduler_of(policy, CLIFFS, block_size=4), max_batch_size=3, rule=rule
     )
     counts = pairs(engine, num_requests=60, length=60)
     assert_distributed_as(counts, np.outer(TARGET, TARGET))

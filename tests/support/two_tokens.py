@@ -12,6 +12,7 @@ from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.executors.interface import BlockOutput, DraftBatch, StepBatch, TargetOutput
 from dspark.models.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
+from dspark.sampling.transforms import SampledRule
 from dspark.scheduling.interface import Scheduler
 
 __all__ = ["TableDrafter", "TableTarget", "make_table_engine"]
@@ -116,9 +117,15 @@ class TableDrafter:
 
 
 def make_table_engine(
-    target: Float64, draft: Float64, confidence: Float64, scheduler: Scheduler, *, max_batch_size: int
+    target: Float64,
+    draft: Float64,
+    confidence: Float64,
+    scheduler: Scheduler,
+    *,
+    max_batch_size: int,
+    rule: SampledRule = "block",
 ) -> Engine:
-    """Build an engine that samples by the rejection rule.
+    """Build an engine that judges requests by one rule, whether they name a seed or not.
 
     Arguments:
         target, draft: [V] p and q of every position.
@@ -135,5 +142,5 @@ def make_table_engine(
             num_pages=4096,
             page_size=16,
         ),
-        rule="rejection",
+        rule=rule,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from dspark.errors import RequestError
 from dspark.models.config import TargetConfig
 from dspark.models.tokenizer import Tokenizer
 from dspark.request import Request, SpecMetrics
-from dspark.sampling.transforms import TokenSampler
+from dspark.sampling.transforms import SampledRule, TokenSampler
 from dspark.text.assembler import TextAssembler
 
 __all__ = ["EngineLimits", "check_request", "make_sequence"]
@@ -74,7 +73,7 @@ def make_sequence(
     limits: EngineLimits,
     config: TargetConfig,
     tokenizer: Tokenizer | None,
-    rule: Literal["auto", "rejection", "coupled"],
+    rule: SampledRule,
 ) -> Sequence:
     """Return a checked request as a sequence that holds no page yet.
 

@@ -21,7 +21,7 @@ from dspark.scheduling.interface import COUPLED, GREEDY, REJECTION
 
 __all__ = ["AGEING_S", "Batcher", "PrefillChunk", "StepPlan"]
 
-_KINDS: Final = {"greedy": GREEDY, "rejection": REJECTION, "coupled": COUPLED}
+_KINDS: Final = {"greedy": GREEDY, "block": REJECTION, "rejection": REJECTION, "coupled": COUPLED}
 AGEING_S: Final = 10.0  # seconds of waiting that are worth one level of priority
 
 

@@ -14,7 +14,6 @@ One thread owns an engine (`thread.EngineThread` is that thread in a server); no
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 from dspark.drafters.interface import Drafter
 from dspark.engine.admission import EngineLimits, check_request, make_sequence
@@ -34,6 +33,7 @@ from dspark.executors.interface import CacheMover, TargetExecutor
 from dspark.executors.verifying import ChainVerifier
 from dspark.models.tokenizer import Tokenizer
 from dspark.request import Request
+from dspark.sampling.transforms import SampledRule
 from dspark.sampling.verification import Verdict
 from dspark.scheduling.scheduler import Scheduler
 
@@ -59,7 +59,7 @@ class Engine:
         scheduler: Scheduler,
         limits: EngineLimits,
         tokenizer: Tokenizer | None = None,
-        rule: Literal["auto", "rejection", "coupled"] = "auto",
+        rule: SampledRule = "auto",
     ) -> None:
         self.target = target
         self._verifier = target if isinstance(target, ChainVerifier) else None
@@ -67,7 +67,7 @@ class Engine:
         self.scheduler = scheduler
         self.limits = limits
         self.tokenizer = tokenizer
-        self._rule: Literal["auto", "rejection", "coupled"] = rule
+        self._rule: SampledRule = rule
         self._pool = PagePool(num_pages=limits.num_pages, page_size=limits.page_size)
         self._batcher = Batcher(
             self._pool, max_batch_size=limits.max_batch_size, max_step_tokens=limits.max_step_tokens

@@ -20,7 +20,7 @@ def judge_drafts(
 ) -> Verdict:
     """Judge the drafts of a decoding sequence; rows that are not finite end the usable part.
 
-    Under rejection sampling the verdict has exact labels, that of the first draft that was cut off among them;
+    Of a drawn seed's drafts the verdict has exact labels, that of the first draft that was cut off among them;
     they cost a sum over two distributions that are at hand anyway. There are none where nobody learns from them: of
     rated drafts of requests that alter their logits.
 
@@ -52,7 +52,7 @@ def judge_drafts(
     drafts = block.tokens[index, :count].tolist()
     distributions = block.distributions[index] if block.distributions else None
     learnt_from = block.confidence_logits is None or not sequence.request.params.alters_logits
-    labelled = count > 0 and sequence.sampler.rule == "rejection" and learnt_from
+    labelled = count > 0 and sequence.sampler.rule in ("block", "rejection") and learnt_from
     cut_off = None
     if labelled and verified < count:
         cut_off = (drafts[verified], distributions[verified] if distributions else None)

@@ -84,8 +84,9 @@ def count_step(stats: EngineStats, block: DraftBlock, rows: StepRows, verdicts: 
 def exact_labels(block: DraftBlock, rows: StepRows, verdicts: list[Verdict | None]) -> Float32 | None:
     """Return the acceptance of drafts where it is known better than by hit and miss; None where nothing was drafted.
 
-    Under rejection sampling these are the verdict's own labels. Under the other rules a draft is accepted when it
-    is the target's own token, and the token that was added tells that of the first draft that was cut off.
+    Under block verification and rejection sampling these are the verdict's own labels. Under the other rules a draft
+    is accepted when it is the target's own token, and the token that was added tells that of the first draft that was
+    cut off.
 
     Returns:
         float32 [R, G] in [0, 1], NaN = unknown.

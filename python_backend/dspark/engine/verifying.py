@@ -67,7 +67,9 @@ def verify_batch(
 
 
 def _needs_host(sequence: Sequence) -> bool:
-    return sequence.request.params.wants_log_probs or sequence.sampler.alters(0)
+    # Devices verify token by token.
+    blocks = sequence.sampler.rule == "block"
+    return blocks or sequence.request.params.wants_log_probs or sequence.sampler.alters(0)
 
 
 def _one_hot(rows: StepRows) -> Int32:
@@ -94,7 +96,7 @@ def device_verdict(
 ) -> Verdict:
     """Return what the target found for one sequence; rows behind the first that is not finite are not used.
 
-    Under rejection sampling nobody computed exact labels: `soft_labels` is empty, and hit and miss is what is learnt.
+    Of drafts of a drawn seed nobody computed exact labels: `soft_labels` is empty, and hit and miss is what is learnt.
     The added token says nothing of a draft that was cut off: it is drawn apart from it.
 
     Arguments:
@@ -115,5 +117,5 @@ def device_verdict(
     if token < 0 or accepted > usable - 1:  # the last draft that a good row accepted is the added token
         accepted = min(accepted, usable) - 1
         token = drafts[accepted]
-    labels = () if sequence.sampler.rule == "rejection" else None
+    labels = () if sequence.sampler.rule in ("block", "rejection") else None
     return Verdict(accepted, (*drafts[:accepted], token), labels)

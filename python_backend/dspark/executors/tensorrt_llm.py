@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dspark.errors import ConfigError, RequestError
 from dspark.models.config import DrafterConfig
 from dspark.request import SamplingParams, TokenLogProb
+from dspark.sampling.transforms import SampledRule
 from dspark.scheduling.cost_model import CostCurve
 from dspark.scheduling.policy import parse_policy
 
@@ -55,7 +56,7 @@ def dspark_speculation(
     folder: Path,
     *,
     policy: str,
-    rule: Literal["auto", "rejection", "coupled"],
+    rule: SampledRule,
     cost_table_path: Path | None,
     calibration_path: Path | None,
 ) -> Speculation | None:
@@ -64,7 +65,7 @@ def dspark_speculation(
     Arguments:
         folder: the checkpoint's.
         policy: `auto` verifies whole blocks where there is no cost table or no confidence head.
-        rule: `coupled` becomes its exact-match verification, the others its rejection sampling.
+        rule: `coupled` becomes its exact-match verification, the others its rejection sampling, token by token.
         cost_table_path, calibration_path: files of `cost_table` and `calibration_table`; None = there is none.
 
     Raises:
@@ -108,7 +109,7 @@ def dspark_speculation(
 
 
 def ngram_speculation(
-    *, block_size: int, max_match: int, policy: str, rule: Literal["auto", "rejection", "coupled"]
+    *, block_size: int, max_match: int, policy: str, rule: SampledRule
 ) -> Speculation | None:
     """Return what makes TensorRT-LLM look drafts up in each request's own text; None = it shall not draft.
 

@@ -9,8 +9,8 @@ How a token is drawn depends on whether the client named a seed:
 
 * named: `gumbel.py`'s race, the same for drafted and target tokens, so that the output is a function of the
   seed and the target alone, whatever was drafted (verification rule `coupled`);
-* drawn: one uniform number per decision and inversion of the cumulative distribution (verification rule
-  `rejection`).
+* drawn: one uniform number per decision and inversion of the cumulative distribution (verification rules
+  `block` and `rejection`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from dspark.sampling.history import TokenHistory
 from dspark.sampling.philox import Purpose, uniform_scalar
 from dspark.sampling.truncation import truncate
 
-__all__ = ["TokenSampler", "VerificationRule", "inverse_cdf", "scale_of"]
+__all__ = ["SampledRule", "TokenSampler", "VerificationRule", "inverse_cdf", "scale_of"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
-VerificationRule = Literal["greedy", "rejection", "coupled"]
+VerificationRule = Literal["greedy", "block", "rejection", "coupled"]
+SampledRule = Literal["auto", "block", "rejection", "coupled"]
 
 _BLOCK = 256  # entries summed at once by `inverse_cdf`
 _STEEPEST = 1e37  # largest 1 / temperature; keeps 0 * scale finite in float32
@@ -55,7 +56,7 @@ class TokenSampler:
         prompt_ids: the prompt.
         vocab_size: V of the target.
         eos_ids: the model's own end tokens.
-        rule: how sampled drafts are judged; "auto" = "coupled" for a named seed, else "rejection".
+        rule: how sampled drafts are judged; "auto" = "coupled" for a named seed, else "block".
         grammar: what the answer must follow, if anything; this sampler's own from now on.
 
     Raises:
@@ -70,7 +71,7 @@ class TokenSampler:
         prompt_ids: Sequence[int],
         vocab_size: int,
         eos_ids: Sequence[int],
-        rule: Literal["auto", "rejection", "coupled"] = "auto",
+        rule: SampledRule = "auto",
         grammar: Grammar | None = None,
     ) -> None:
         _check_ids("end_id", () if params.end_id in (None, -1) else (params.end_id or 0,), vocab_size)
@@ -80,7 +81,10 @@ class TokenSampler:
         _check_ids("input_ids", prompt_ids, vocab_size)
         self.params = params
         self.seed = seed
-        self._coupled = rule == "coupled" or (rule == "auto" and params.seed is not None)
+        if rule == "auto":
+            rule = "block" if params.seed is None else "coupled"
+        self._rule: VerificationRule = "greedy" if params.greedy else rule
+        self._coupled = rule == "coupled"
         self.vocab_size = vocab_size
         self.end_ids = _end_ids(params, eos_ids)  # tokens that end the answer
         self._history = TokenHistory(
@@ -90,9 +94,7 @@ class TokenSampler:
     @property
     def rule(self) -> VerificationRule:
         """The verification rule that fits how this request's drafts are drawn."""
-        if self.params.greedy:
-            return "greedy"
-        return "coupled" if self._coupled else "rejection"
+        return self._rule
 
     @property
     def num_tokens(self) -> int:
@@ -205,9 +207,10 @@ class TokenSampler:
     def uniform(self, position: int, purpose: Purpose | str) -> float:
         """Return the uniform number in (0, 1) of one decision."""
         purpose = Purpose.of(purpose)
-        # A position may be drafted more than once, but only once from each anchor: the distance keeps the
-        # draws apart.
-        lane = max(position - self._history.num_tokens, 0) if purpose is Purpose.DRAFT else 0
+        # A position may be drafted more than once, but only once from each anchor: the distance keeps the draws
+        # apart. Block verification also looks at drafts behind the last one that is accepted.
+        again = purpose is Purpose.DRAFT or (purpose is Purpose.ACCEPT and self._rule == "block")
+        lane = max(position - self._history.num_tokens, 0) if again else 0
         return uniform_scalar(self.seed, position, purpose, lane)
 
     def _altered(self, logits: Float32, drafted: Sequence[int], token_ids: Int32 | None) -> Float32:

@@ -1,11 +1,12 @@
 """Lossless verification of drafted tokens (algorithm.md, section 3).
 
     greedy     temperature 0: a draft is accepted while it is the arg-max
-    rejection  drawn seed: accepted with min(1, p/q), else replaced from what p has over q
+    block      drawn seed: the accepted length is drawn over the whole block (`block_verification.py`)
+    rejection  the same token by token: accepted with min(1, p/q), else replaced from what p has over q
     coupled    named seed: accepted while it is the token the target itself draws; the output is then a
                function of seed and target alone, the same with every drafter, policy, load and batch
 
-Rows are read one at a time and only as far as drafts are accepted. Knows no engine and no stop rules.
+Rows are read one at a time and, but for `block`, only as far as drafts are accepted. Knows no engine and no stop rules.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import ConfigError
+from dspark.sampling.block_verification import verify_block
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.philox import Purpose
+from dspark.sampling.residual import probs_at, residual
 from dspark.sampling.transforms import TokenSampler, VerificationRule, inverse_cdf
 
 __all__ = [
@@ -32,17 +35,16 @@ __all__ = [
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
-Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one step commits for one sequence: the accepted drafts and one token of the target.
 
-    `soft_labels[k]` is the exact probability, over the draw of x_k, that position k is accepted given that
-    those before it were; one for every position that was looked at (accepted ones, the first rejected, and
-    the draft that was cut off where `verify_chain` was told of it). None when not asked for, and at
-    temperature 0; empty where a device verified by rejection, which tells hit and miss alone.
+    `soft_labels[k]` is the exact probability, over the draw of x_k and of what comes behind it, that position k is
+    accepted given that those before it were; one for every accepted position, the first rejected, and the draft
+    that was cut off where `verify_chain` was told of it. None when not asked for, and at temperature 0; empty
+    where a device verified drafts of a drawn seed, which tells hit and miss alone.
     """
 
     accepted: int  # drafts only
@@ -76,11 +78,11 @@ def verify_chain(
         position: absolute position of the first drafted token.
         rule: None = the sampler's own.
         soft_labels: whether to compute `Verdict.soft_labels`.
-        cut_off: under `rejection`, the draft behind the last verified one and its q (None = one-hot), to be
+        cut_off: under `block` and `rejection`, the draft behind the last verified one and its q (None = one-hot), to be
             labelled when all before it are accepted: the row that gives the added token has its p.
 
     Raises:
-        NonFiniteError: when a row that was read is not finite.
+        NonFiniteError: when a row up to the one behind the accepted drafts is not finite.
         ConfigError: for a rule that does not fit how the sampler draws.
     """
     rule = sampler.rule if rule is None else rule
@@ -89,10 +91,10 @@ def verify_chain(
             f"verification rule: got {rule!r}, but this request's drafts are drawn for {sampler.rule!r}"
         )
     drafts = [int(token_id) for token_id in drafts]
-    if rule == "rejection":
-        return _verify_rejection(
-            sampler, logits, drafts, distributions, position, soft_labels, cut_off if soft_labels else None
-        )
+    if rule in ("block", "rejection"):
+        qs = [None] * len(drafts) if distributions is None else list(distributions[: len(drafts)])
+        verify = _verify_block if rule == "block" and _gains_by_block(qs) else _verify_rejection
+        return verify(sampler, logits, drafts, qs, position, soft_labels, cut_off if soft_labels else None)
     labels: list[float] | None = [] if soft_labels and rule == "coupled" else None
     accepted = 0
     while True:
@@ -174,14 +176,14 @@ def rejection_step(
     drafted_with = 1.0 if q is None else q.prob(draft)
     if accept_u * drafted_with < p.prob(draft):
         return draft
-    residual = _residual(p, q, draft)
-    entry = inverse_cdf(residual if residual.any() else p.probs, replace_u)
+    left = residual(p, q, draft)
+    entry = inverse_cdf(left if left.any() else p.probs, replace_u)
     return entry if p.token_ids is None else int(p.token_ids[entry])
 
 
 def rejection_acceptance(p: Distribution, q: Distribution) -> float:
     """Return the probability that a draft from q is accepted by rejection sampling, 1 - 0.5 * sum|p - q|."""
-    return float(np.minimum(p.probs, _probs_at(q, p)).sum())
+    return float(np.minimum(p.probs, probs_at(q, p)).sum())
 
 
 def coupled_acceptance(p: Distribution, q: Distribution) -> float:
@@ -190,7 +192,7 @@ def coupled_acceptance(p: Distribution, q: Distribution) -> float:
     Token x wins both with probability 1 / sum_y max(p_y / p_x, q_y / q_x); sorted by p/q the inner sum splits
     in two, so that all of them take one sort. Source: Daliri et al., arXiv 2408.07978.
     """
-    at = _probs_at(q, p)  # q on p's support
+    at = probs_at(q, p)  # q on p's support
     shared = (p.probs > 0) & (at > 0)
     ps, qs = p.probs[shared], at[shared]
     if len(ps) == 0:
@@ -204,42 +206,77 @@ def coupled_acceptance(p: Distribution, q: Distribution) -> float:
     return float(np.sum(1.0 / (p_from / ps + q_below / qs)))
 
 
+def _gains_by_block(qs: Sequence[Distribution | None]) -> bool:
+    """Return whether the two rules differ: not for a single draft, nor where nothing was drawn.
+
+    Of one-hot drafts k are accepted with p_1(x_1) * ... * p_k(x_k) either way, and token by token reads fewer rows.
+    """
+    return len(qs) > 1 and any(q is not None for q in qs)
+
+
+def _verify_block(
+    sampler: TokenSampler,
+    logits: Float32,
+    drafts: list[int],
+    qs: Sequence[Distribution | None],
+    position: int,
+    soft_labels: bool,
+    cut_off: tuple[int, Distribution | None] | None,
+) -> Verdict:
+    block = verify_block(sampler, logits, drafts, qs, position=position, soft_labels=soft_labels)
+    labels, token_id = list(block.soft_labels), block.replacement
+    if token_id is None:
+        token_id = _added_token(sampler, logits[len(drafts)], drafts, position, labels, cut_off)
+    return Verdict(
+        block.accepted, (*drafts[: block.accepted], token_id), tuple(labels) if soft_labels else None
+    )
+
+
 def _verify_rejection(
     sampler: TokenSampler,
     logits: Float32,
     drafts: list[int],
-    distributions: Sequence[Distribution | None] | None,
+    qs: Sequence[Distribution | None],
     position: int,
     soft_labels: bool,
     cut_off: tuple[int, Distribution | None] | None,
 ) -> Verdict:
     labels: list[float] = []
-    accepted = 0
-    while True:
+    for accepted, (draft, q) in enumerate(zip(drafts, qs, strict=True)):
         drafted = drafts[:accepted]
-        if accepted == len(drafts):
-            if cut_off is None:
-                token_id = sampler.sample(logits[accepted], position=position + accepted, drafted=drafted)
-                break
-            p = sampler.distribution(logits[accepted], drafted=drafted)
-            labels.append(_label(p, *cut_off))
-            token_id = sampler.draw(p, position=position + accepted, purpose=Purpose.SAMPLE)
-            break
         p = sampler.distribution(logits[accepted], drafted=drafted)
         if soft_labels:
-            q = None if distributions is None else distributions[accepted]
-            labels.append(_label(p, drafts[accepted], q))
+            labels.append(_label(p, draft, q))
         token_id = rejection_step(
             p,
-            None if distributions is None else distributions[accepted],
-            drafts[accepted],
+            q,
+            draft,
             accept_u=sampler.uniform(position + accepted, Purpose.ACCEPT),
             replace_u=sampler.uniform(position + accepted, Purpose.REPLACE),
         )
-        if token_id != drafts[accepted]:
+        if token_id != draft:
             break
-        accepted += 1
+    else:
+        accepted, drafted = len(drafts), drafts
+        token_id = _added_token(sampler, logits[accepted], drafts, position, labels, cut_off)
     return Verdict(accepted, (*drafted, token_id), tuple(labels) if soft_labels else None)
+
+
+def _added_token(
+    sampler: TokenSampler,
+    logits: Float32,
+    drafts: list[int],
+    position: int,
+    labels: list[float],
+    cut_off: tuple[int, Distribution | None] | None,
+) -> int:
+    """Draw the token behind drafts that were all accepted, and label the draft that was cut off there."""
+    position += len(drafts)
+    if cut_off is None:
+        return sampler.sample(logits, position=position, drafted=drafts)
+    p = sampler.distribution(logits, drafted=drafts)
+    labels.append(_label(p, *cut_off))
+    return sampler.draw(p, position=position, purpose=Purpose.SAMPLE)
 
 
 def _label(p: Distribution, draft: int, q: Distribution | None) -> float:
@@ -252,27 +289,3 @@ def _draft_distribution(
 ) -> Distribution:
     q = None if distributions is None else distributions[k]
     return Distribution.one_hot(drafts[k]) if q is None else q
-
-
-def _probs_at(q: Distribution, p: Distribution) -> Float64:
-    """Return q on p's support, [len(p.probs)]."""
-    if q.token_ids is None:
-        return q.probs if p.token_ids is None else q.probs[p.token_ids]
-    at = np.zeros(len(p.probs))
-    if p.token_ids is None:
-        at[q.token_ids] = q.probs
-    else:
-        _, in_p, in_q = np.intersect1d(p.token_ids, q.token_ids, assume_unique=True, return_indices=True)
-        at[in_p] = q.probs[in_q]
-    return at
-
-
-def _residual(p: Distribution, q: Distribution | None, draft: int) -> Float64:
-    """Return max(p - q, 0) on p's support, not normalised; float64 [len(p.probs)]."""
-    if q is None:
-        left = p.probs.copy()
-        entry = draft if p.token_ids is None else int(np.searchsorted(p.token_ids, draft))
-        if p.token_ids is None or (entry < len(left) and p.token_ids[entry] == draft):
-            left[entry] = 0.0
-        return left
-    return np.maximum(p.probs - _probs_at(q, p), 0.0)
