@@ -16,7 +16,7 @@ __all__ = ["EngineLimits", "Profile", "profile_shapes", "profiles_of"]
 Range = tuple[int, int, int]  # least, usual, most
 _MOST_ELEMENTS = 2**31 - 1  # of a tensor
 _OPTIONS = {  # what a dimension's largest size comes from
-    **dict.fromkeys(("R", "R+1", "M", "Q"), ("--max-batch",)),
+    **dict.fromkeys(("R", "R+1", "M", "Q", "D"), ("--max-batch",)),
     **dict.fromkeys(("T", "N"), ("--max-batch", "--max-tokens")),
     "P": ("--max-pages",),
     "S": ("--max-batch", "--max-pages"),
@@ -59,6 +59,7 @@ def profiles_of(limits: EngineLimits) -> tuple[Profile, Profile]:
         "P": (1, max(limits.max_pages // 2, 1), limits.max_pages),
         "W": (0, 0, -(-(1 + limits.block_size) // 32)),
         "S": (limits.page_size, slots, slots),
+        "D": (0, sequences, sequences),
         "Q": (limits.block_size, sequences * limits.block_size, sequences * limits.block_size),
     }
     decode = {

@@ -27,8 +27,9 @@ def schedule_function() -> onnx.FunctionProto:
     rank = g.op("Range", g.number(0), g.op("Squeeze", total, g.ints(0)), g.number(1))
     taken = g.to(g.op("And", alive, g.op("Less", rank, budget)), "i32")
     none = g.to(g.op("ConstantOfShape", num_sequences), "i32")
+    divisor = g.op("Max", num_sequences, g.ints(1))  # without sequences there is nothing to divide
     lengths = g.op(
-        "ScatterElements", none, g.op("Mod", order, num_sequences), taken, name="verify_len", reduction="add"
+        "ScatterElements", none, g.op("Mod", order, divisor), taken, name="verify_len", reduction="add"
     )
     _next_budget(g, ordered, alive, slot, rows)
     _rows(g, lengths, num_sequences, block_size)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from dspark.drafters.checkpoint import load_drafter_checkpoint
+from dspark.engine.admission import EngineLimits
+from dspark.engine.engine import Engine
 from dspark.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from dspark.executors import tensorrt_cuda, tensorrt_device
 from dspark.executors.interface import DraftBatch, StepBatch
@@ -20,6 +22,8 @@ from dspark.executors.tensorrt_device import CudaDevice, SharedTables, device_pa
 from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_engine_pair
 from dspark.executors.tensorrt_manifest import ExportedFile
 from dspark.models.loading import load_target
+from support.engines import make_request, run
+from support.steady_lagged import SteadyLagged, assert_equal_steps, bent_calibrator
 from support.step_batches import ragged_step
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import write_tiny_target
@@ -178,12 +182,16 @@ def test_every_prepared_shape_has_a_context_of_its_own_and_the_same_scratch_memo
     target = home.pair().target
     target.allocate_cache(num_pages=4, page_size=PAGE)
     num_shapes = 3 + 2  # one sequence at 1, 2, 4 rows; two at 2, 4
-    num_prepared = 2 * num_shapes  # verified, and with logits
+    num_prepared = (
+        3 * num_shapes
+    )  # with logits, verified, and laid out by the device, which are shapes of their own
     assert cuda.log.count("cudaGraphInstantiate") == num_prepared
-    assert len(trt.contexts) == 2 + num_shapes  # and one for each profile
+    assert len(trt.contexts) == 2 + 2 * num_shapes  # and one for each profile
     assert len({context.scratch for context in trt.contexts}) == 1
     target._runner.session.close()
-    assert len(cuda.memory) == 2  # the table and the drafter's probabilities are not the session's
+    assert (
+        len(cuda.memory) == 1 + 4
+    )  # the table and what the drafter leaves for the target are not the session's
     assert cuda.log.count("cudaGraphExecDestroy") == num_prepared
 
 
@@ -198,6 +206,52 @@ def test_an_engine_that_cannot_be_captured_runs_without_graphs(
         outputs.append(pair.target.forward(ragged(np.random.default_rng(3), [1, 2], [0, 0])).logits)
     np.testing.assert_allclose(*outputs, atol=1e-5)
     assert "cudaGraphLaunch" not in cuda.log
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_scheduled_step_is_started_as_a_whole_before_anybody_waits(
+    capturable: bool, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = on_a_device(monkeypatch, capturable=capturable)
+    limits = EngineLimits(
+        max_batch_size=2, max_context_len=32, max_step_tokens=6, num_pages=18, page_size=PAGE
+    )
+    found, num_started = [], 0
+    for backend, schedules in (("tensorrt", True), ("onnxruntime", False)):
+        target, drafter = home.pair(backend=backend)
+        assert drafter is not None
+        executor: Any = drafter.executor
+        target.schedules = schedules
+        for part in (target, drafter):
+            part.allocate_cache(num_pages=limits.num_pages, page_size=PAGE)
+        if schedules:
+            launch, collect = executor.launch, target.collect_scheduled
+
+            def started(*given: Any, launch: Any = launch, **named: Any) -> None:
+                cuda.log.clear()
+                launch(*given, **named)
+
+            def collected(collect: Any = collect) -> Any:
+                nonlocal num_started
+                num_started += 1
+                assert cuda.waiting and "cudaStreamSynchronize" not in cuda.log
+                assert cuda.log.count("cudaEventRecord") == 4  # around either call
+                done = collect()
+                assert not cuda.waiting
+                return done
+
+            executor.launch, target.collect_scheduled = started, collected  # type: ignore[method-assign]
+        scheduler = SteadyLagged(block_size=4, calibrator=bent_calibrator(4))
+        engine = Engine(target=target, drafter=drafter, scheduler=scheduler, limits=limits)
+        requests = [
+            make_request([4, 2], max_tokens=20),
+            make_request([7], max_tokens=14, temperature=0.8, seed=3),
+        ]
+        found.append(([one.token_ids for one in run(engine, requests)], scheduler.seen))
+    assert num_started > 3
+    (mine, seen), (theirs, expected) = found
+    assert mine == theirs
+    assert_equal_steps(seen, expected)
 
 
 # What is refused, and in which words

@@ -145,7 +145,7 @@ def test_drafts_over_the_whole_vocabulary_keep_their_probabilities() -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 1), (1, 7), (7, 5), (111, 3)])
+@pytest.mark.parametrize(("num_sequences", "block_size"), [(0, 3), (1, 1), (1, 7), (7, 5), (111, 3)])
 @pytest.mark.parametrize("budget", [-1, 0, 3, 1000])
 def test_the_schedule_is_that_of_the_plain_operation(
     num_sequences: int, block_size: int, budget: int
@@ -155,7 +155,7 @@ def test_the_schedule_is_that_of_the_plain_operation(
         budgets = np.array([2, 2], np.int32)
         budgets[step % 2] = budget
         confidence = (0.5 ** rng.integers(0, 3, (num_sequences, block_size))).astype(np.float32)
-        confidence[-1, -1] = np.nan
+        confidence[-1:, -1] = np.nan
         feeds = {
             "confidence": confidence,
             "num_drafts": rng.integers(-1, block_size + 1, num_sequences).astype(np.int32),

@@ -79,8 +79,8 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
     target, drafter = manifest.plans
     assert target.spills == drafter.spills == {}
     layers = load_target(home / "target").config.decoder.num_layers
-    assert target.num_plugins == layers + 1
-    assert target.kinds["PluginV3"] + target.kinds.get("custom_layer", 0) == 2 * (layers + 1)
+    assert target.num_plugins == layers + 2  # verify, and schedule
+    assert target.kinds["PluginV3"] + target.kinds.get("custom_layer", 0) == 2 * (layers + 2)
     assert drafter.num_plugins == 2 + 1
     assert drafter.kinds["PluginV3"] + drafter.kinds.get("custom_layer", 0) == 2 * 3
     # Chains and trees, at tiles of 16 and 32 rows whole and in pieces, of 64 whole.
@@ -88,6 +88,7 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
         "attention_kernel": 10,
         "merge_splits_kernel": 1,
         "row_limits_kernel": 1,
+        "schedule_kernel": 1,
         "walk_kernel": 1,  # verification
     }
     assert set(drafter.kernels) == {
@@ -96,7 +97,7 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
     assert (manifest.sm, manifest.precision, manifest.block_size) == (89, "fp16", 4)
     assert [binding["name"] for binding in target.bindings][:2] == ["tokens", "positions"]
     page = (built / "target.layers.md").read_text()
-    assert page.count("| PluginV3 |") + page.count("| custom_layer |") == 2 * (layers + 1)
+    assert page.count("| PluginV3 |") + page.count("| custom_layer |") == 2 * (layers + 2)
     assert "Profile 1: prompts" in page
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,8 +89,23 @@ class FakeCuda:
     def _StreamCreateWithFlags(self, _: int) -> int:
         return 7
 
-    def _StreamDestroy(self, stream: int) -> None:
-        assert stream == 7 and not self.waiting
+    def _EventCreate(self) -> list[float]:
+        return [0.0]  # when it was passed
+
+    def _EventRecord(self, event: list[float], stream: int) -> None:
+        assert stream == 7
+
+        def passed() -> None:
+            event[0] = time.perf_counter()
+
+        self.enqueue(passed)
+
+    def _EventElapsedTime(self, began: list[float], ended: list[float]) -> float:
+        assert not self.waiting, "events that nobody waited for"
+        return 1000 * (ended[0] - began[0])
+
+    def _EventDestroy(self, event: list[float]) -> None:
+        event.clear()
 
     def _StreamSynchronize(self, _: int) -> None:
         assert self.captured is None, "a wait inside a capture"

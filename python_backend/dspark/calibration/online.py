@@ -19,6 +19,7 @@ No engine, no torch, no clock, no random numbers.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,9 +79,9 @@ class OnlineCalibrator:
         self._windows = tuple(LabelWindow(block_size) for _ in _MODES)
         self._common = np.tile(_AT_PRIOR, (len(_MODES), 1, 1))  # [3, 1, 3]
         self._params: Float64 = np.tile(_AT_PRIOR, (len(_MODES), block_size, 1))  # [3, G, 3]
-        self._plain: dict[
-            int, list[tuple[float, float, float, float, float]]
-        ] = {}  # mode -> scale, shift, a, b, d of positions
+        # mode -> scale, shift, a, b, d of one position after the other; packed, since these are read behind passes
+        # that emptied the caches
+        self._plain: dict[int, array[float]] = {}
         self._silence = np.zeros(block_size, np.int64)  # steps since the last label
         self._first_row = 0
         self._num_steps = 0
@@ -103,15 +104,17 @@ class OnlineCalibrator:
 
         Plain numbers: for one block a dozen array calls cost several times as much.
         """
-        mode = self._plain.get(sampled)
-        if mode is None:
-            params = self._params[int(sampled)].tolist()
-            start = zip(self._scale[int(sampled)].tolist(), self._shift[int(sampled)].tolist(), strict=True)
-            mode = [(*line, *bend) for line, bend in zip(start, params, strict=True)]
-            self._plain[sampled] = mode
+        packed = self._plain.get(sampled)
+        if packed is None:
+            mode = int(sampled)
+            columns = np.column_stack([self._scale[mode], self._shift[mode], self._params[mode]])
+            packed = self._plain[sampled] = array("d", columns.ravel().tolist())
+        numbers = iter(packed.tolist())
         out = []
         exp, log1p = math.exp, math.log1p
-        for logit, (scale, shift, a, b, d) in zip(logits, mode, strict=False):
+        for logit, scale, shift, a, b, d in zip(
+            logits, numbers, numbers, numbers, numbers, numbers, strict=False
+        ):
             if logit - logit != 0.0:  # not finite
                 break
             x = logit * scale + shift
@@ -123,6 +126,12 @@ class OnlineCalibrator:
                 low = high - (x if x > -_FARTHEST else -_FARTHEST)
             out.append(1.0 / (1.0 + exp(a * low - b * high - d)))
         return out
+
+    def maps(self) -> Float32:
+        """Return scale, shift, a, b, d of every kind and position [3, G, 5]: what a device needs for `confidence`."""
+        start = np.stack([self._scale, self._shift], axis=-1)
+        maps: Float32 = np.concatenate([start, self._params], axis=-1).astype(np.float32)
+        return maps
 
     def parameters(self, *, sampled: int) -> Float64:
         """Return a, b, d of every position [G, 3] for one kind of traffic."""

@@ -27,6 +27,7 @@ __all__ = [
     "KeptRow",
     "SampledBlock",
     "SampledBlockExecutor",
+    "block_of",
     "drawn_block",
     "join_blocks",
 ]
@@ -175,6 +176,11 @@ def drawn_block(
         return None
     draws = BlockDraws.of(item.sampler for item in inputs)
     drawn = executor.draft_sampled(batch, num_drafts=num_drafts, draws=draws)
+    return block_of(drawn, inputs, draft_to_target)
+
+
+def block_of(drawn: SampledBlock, inputs: Sequence[DraftInput], draft_to_target: Int32 | None) -> DraftBlock:
+    """Return what a device drew as a block of these sequences."""
     distributions: tuple[Sequence[Distribution | None], ...] = drawn.distributions or tuple(
         (None,) * int(count)
         if item.sampler.params.greedy

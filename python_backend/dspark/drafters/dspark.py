@@ -13,13 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from dspark.drafters.device_draws import SampledBlockExecutor, drawn_block, join_blocks
+from dspark.drafters.device_draws import (
+    BlockDraws,
+    SampledBlockExecutor,
+    block_of,
+    drawn_block,
+    join_blocks,
+)
 from dspark.drafters.drawing import best_tokens, draw_draft
 from dspark.drafters.greedy_confidence import log_q_of_best, rate_greedy
 from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree, GreedyBlockExecutor, TreeExecutor
 from dspark.drafters.tree import BRANCH, WIDTH, grow_trees
 from dspark.drafters.waiting_rows import WaitingRows
 from dspark.executors.interface import BlockDrafterExecutor, DraftBatch, Float32, Int32
+from dspark.executors.scheduled import BlockLauncher
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.transforms import TokenSampler
 
@@ -44,6 +51,7 @@ class DSparkDrafter:
         self._waiting = WaitingRows()
         self.has_confidence = executor.config.enable_confidence_head
         self.draft_to_target = draft_to_target
+        self._launched: tuple[DraftInput, ...] = ()
 
     def use_trees(self, size: int) -> None:
         """Draft trees of up to `size` nodes in steps where every sequence that drafts is plain greedy and may branch.
@@ -102,6 +110,44 @@ class DSparkDrafter:
             found = self._sample(active, batch, num_drafts)
         found = _widened(found, self.block_size)
         return found if len(rows) == len(inputs) else _spread(found, rows, block)
+
+    # Blocks that nobody waits for
+
+    def can_launch(self, inputs: Sequence[DraftInput]) -> bool:
+        """Return whether the device draws all of these: chains, of requests that do not look at their text."""
+        executor = self.executor
+        return (
+            isinstance(executor, BlockLauncher)
+            and executor.launches
+            and not self.tree_size
+            and not any(item.sampler.alters(0) for item in inputs)
+        )
+
+    def launch(self, inputs: Sequence[DraftInput]) -> None:
+        """Start one block for every sequence; those that want none draft nothing, from nothing."""
+        executor = self.executor
+        assert isinstance(executor, BlockLauncher)
+        self._append_waiting()
+        batch = _batch(inputs)
+        num_drafts = np.array([min(item.max_drafts, self.chain_len) for item in inputs], np.int32)
+        idle = num_drafts == 0
+        if idle.any():
+            batch = replace(
+                batch,
+                context_len=np.where(idle, np.int32(0), batch.context_len),
+                page_table=np.where(idle[:, None], np.int32(-1), batch.page_table),
+            )
+        executor.launch(batch, num_drafts=num_drafts, draws=BlockDraws.of(item.sampler for item in inputs))
+        self._launched = tuple(inputs)
+
+    def collect(self) -> tuple[DraftBlock, float]:
+        """Wait for the blocks."""
+        assert isinstance(self.executor, BlockLauncher)
+        found, draft_s = self.executor.collect()
+        inputs, self._launched = self._launched, ()
+        if found.confidence_logits is not None:
+            found.confidence_logits[found.num_tokens == 0] = 0.0
+        return block_of(found, inputs, self.draft_to_target), draft_s
 
     def _grow_trees(self, inputs: Sequence[DraftInput], batch: DraftBatch) -> DraftBlock:
         num_nodes = np.array([min(item.max_drafts, self.tree_size) for item in inputs], np.int32)

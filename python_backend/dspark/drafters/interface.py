@@ -24,6 +24,7 @@ from dspark.sampling.transforms import TokenSampler
 __all__ = [
     "DraftBlock",
     "DraftInput",
+    "DraftLauncher",
     "DraftTree",
     "DraftWriter",
     "Drafter",
@@ -134,6 +135,20 @@ class DraftWriter(Protocol):
     """What a drafter says beside `Drafter` that writes rows of its drafts to the sequence's pages."""
 
     writes_drafts: bool  # True: pages for `max_drafts` drafts are held when it is asked
+
+
+@runtime_checkable
+class DraftLauncher(Protocol):
+    """What a drafter offers beside `Drafter` whose blocks may be verified before anybody has seen them."""
+
+    def can_launch(self, inputs: Sequence[DraftInput]) -> bool:
+        """Return whether these blocks are all drafted, and drawn, in one call that can be started."""
+
+    def launch(self, inputs: Sequence[DraftInput]) -> None:
+        """Start what `propose` does, for chains; sequences that want no drafts have a place in the call, too."""
+
+    def collect(self) -> tuple[DraftBlock, float]:
+        """Wait for what was started; return it, and the seconds it took on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

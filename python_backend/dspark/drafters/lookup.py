@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dspark.drafters.autoregressive import AutoregressiveDrafter
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.drafters.interface import DraftBlock, DraftInput, DraftTree
+from dspark.drafters.interface import DraftBlock, DraftInput, DraftLauncher, DraftTree
 from dspark.drafters.ngram import NgramDrafter
 from dspark.executors.interface import Float32, Int32
 
@@ -40,6 +40,7 @@ class LookupDrafter:
         self.writes_drafts = isinstance(drafter, AutoregressiveDrafter)
         self._lookup = NgramDrafter(block_size=drafter.block_size)
         self._enough = min(_ENOUGH, drafter.block_size)
+        self._matched: tuple[Sequence[DraftInput], DraftBlock] | None = None
 
     def allocate_cache(self, *, num_pages: int, page_size: int) -> None:
         """Allocate the context cache beside the target's."""
@@ -65,9 +66,7 @@ class LookupDrafter:
         short match for the drafter's word.
         """
         wanted = np.array([item.max_drafts for item in inputs], np.int32)
-        found = self._lookup.propose(
-            [replace(i, max_drafts=self.block_size) if i.max_drafts > 0 else i for i in inputs]
-        )
+        found = self._matches(inputs)
         looked_up = found.num_tokens >= self._enough
         if not looked_up.any():
             return self.drafter.propose(inputs)
@@ -94,6 +93,36 @@ class LookupDrafter:
             looked_up=looked_up,
             tree=None if block.tree is None else _with_chains(block.tree, looked_up, tokens, num_tokens),
         )
+
+    # Blocks that nobody waits for: those of the drafter, in steps in which nothing is looked up
+
+    def can_launch(self, inputs: Sequence[DraftInput]) -> bool:
+        """Return whether the drafter can start all of these and no match is long enough."""
+        inner = self.drafter
+        return (
+            isinstance(inner, DraftLauncher)
+            and inner.can_launch(inputs)
+            and not (self._matches(inputs).num_tokens >= self._enough).any()
+        )
+
+    def launch(self, inputs: Sequence[DraftInput]) -> None:
+        """Start the drafter."""
+        assert isinstance(self.drafter, DraftLauncher)
+        self.drafter.launch(inputs)
+
+    def collect(self) -> tuple[DraftBlock, float]:
+        """Wait for the drafter."""
+        assert isinstance(self.drafter, DraftLauncher)
+        return self.drafter.collect()
+
+    def _matches(self, inputs: Sequence[DraftInput]) -> DraftBlock:
+        """Return what repeats itself; a step that asks twice with the same list is answered once."""
+        if self._matched is None or self._matched[0] is not inputs:
+            found = self._lookup.propose(
+                [replace(i, max_drafts=self.block_size) if i.max_drafts > 0 else i for i in inputs]
+            )
+            self._matched = (inputs, found)
+        return self._matched[1]
 
 
 def _with_chains(tree: DraftTree, looked_up: Bool, tokens: Int32, num_tokens: Int32) -> DraftTree:

@@ -21,6 +21,7 @@ from dspark.engine.step_batch import StepRows
 from dspark.executors.interface import Int32, TargetOutput
 from dspark.sampling.verification import Verdict
 from dspark.scheduling.interface import StepObservation
+from dspark.scheduling.policy import parse_policy
 from dspark.scheduling.scheduler import Scheduler
 from dspark.scheduling.tree_choice import TreeChoice
 
@@ -60,9 +61,12 @@ class DraftStage:
         self._writes_drafts = isinstance(drafter, DraftWriter) and drafter.writes_drafts
         self._rater = TreeRater()
         self._trees = TreeChoice()
-        self._chooses_trees = scheduler.policy in ("prefix", "lagged", "auto")
+        policy = parse_policy(scheduler.policy, block_size=drafter.block_size)
+        self._chooses_trees = policy.needs_cost
+        self._whole_blocks = policy.name == "fixed"  # K means K, also at the end of an answer
         self._makes_trees = False  # as far as was seen
         self._asked_trees = True  # in this step
+        self._asked: tuple[StepPlan, list[DraftInput]] | None = None  # in this step
 
     def root_of(self, *, drafts: bool) -> int:
         """Return where the page chain of a sequence starts that may, or may not, draft."""
@@ -74,15 +78,9 @@ class DraftStage:
         empty = DraftBlock.empty(len(sequences), self._drafter.block_size)
         if not self.enabled or not sequences:
             return empty
-        caps = np.array([self._cap(s) for s in sequences], np.int32)
-        wanted = self._scheduler.draft_len(
-            sequence_ids=plan.sequence_ids, caps=caps, prefill_tokens=plan.num_prefill_tokens
-        )
-        if not wanted.any():
+        inputs = self.inputs(plan)
+        if not any(item.max_drafts for item in inputs):
             return empty
-        inputs = [
-            self._input(s, int(min(want, cap))) for s, want, cap in zip(sequences, wanted, caps, strict=True)
-        ]
         if self._makes_trees and self._chooses_trees:
             self._asked_trees = self._trees.next_is_tree(len(sequences))
             if not self._asked_trees:
@@ -94,8 +92,20 @@ class DraftStage:
             self._makes_trees = True
             return self._rater.rate(block)
         except Exception:  # drafts are optional: the target alone still gives the right answer
-            self._count_fault()
+            self.count_fault()
             return empty
+
+    def inputs(self, plan: StepPlan) -> list[DraftInput]:
+        """Return what is asked for of each decoding sequence [R]; the policy is asked once in a step."""
+        if self._asked is None or self._asked[0] is not plan:
+            caps = np.array([self._cap(s) for s in plan.decoding], np.int32)
+            wanted = self._scheduler.draft_len(
+                sequence_ids=plan.sequence_ids, caps=caps, prefill_tokens=plan.num_prefill_tokens
+            )
+            wanted = np.minimum(wanted, caps)
+            inputs = [self._input(s, want) for s, want in zip(plan.decoding, wanted.tolist(), strict=True)]
+            self._asked = (plan, inputs)
+        return self._asked[1]
 
     def _input(self, sequence: Sequence, num_drafts: int) -> DraftInput:
         """Return what the drafter is asked for; pages for the drafts are held where it writes to them."""
@@ -175,9 +185,9 @@ class DraftStage:
                 slots=slots,
             )
         except Exception:  # later drafts are worse for the gap, and are judged all the same
-            self._count_fault()
+            self.count_fault()
 
-    def _count_fault(self) -> None:
+    def count_fault(self) -> None:
         """Count a failure of the drafter, and tell of the first; called while it is handled."""
         self._stats.num_drafter_faults += 1
         if self._stats.num_drafter_faults == 1:
@@ -189,6 +199,6 @@ class DraftStage:
         cap = min(self._drafter.block_size, self._max_context_len - len(sequence.token_ids))
         if params.num_draft_tokens >= 0:
             cap = min(cap, params.num_draft_tokens)
-        if not self._scheduler.policy.startswith("fixed:"):  # fixed:K means K, also at the end of an answer
+        if not self._whole_blocks:
             cap = min(cap, params.max_tokens - sequence.output_len - 1)
         return max(cap, 0)

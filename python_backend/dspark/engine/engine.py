@@ -6,6 +6,7 @@
 
     batching     who takes part            drafting     blocks, and how much of them is verified
     step_batch   the rows of the pass      judging      which drafts are accepted (verifying: on the device)
+    scheduled_step   draft, schedule and verify without a look at the host, where the device can
     commit       what becomes the answer   learning     what the policy is told
 
 One thread owns an engine (`thread.EngineThread` is that thread in a server); nothing here locks.
@@ -24,6 +25,7 @@ from dspark.engine.drafting import DraftStage
 from dspark.engine.learning import StepClock, count_step, observe_step
 from dspark.engine.pages import PagePool
 from dspark.engine.prefill_budget import PrefillBudget
+from dspark.engine.scheduled_step import ScheduledSteps
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_batch import StepRows, build_step_rows
@@ -80,6 +82,14 @@ class Engine:
             max_context_len=limits.max_context_len,
             stats=self._stats,
         )
+        self._scheduled_steps = ScheduledSteps(
+            target,
+            drafter,
+            scheduler,
+            drafts=self._drafts,
+            batcher=self._batcher,
+            page_size=limits.page_size,
+        )
         self._committer = Committer(max_context_len=limits.max_context_len, stats=self._stats)
         self._prefill_budget = PrefillBudget(max_tokens=limits.max_step_tokens)
         self.watcher: StepWatcher | None = None  # told of every step
@@ -96,13 +106,17 @@ class Engine:
             return False
         clock = StepClock()
 
-        block = self._drafts.draft(plan)
-        clock.drafted()
-        verify_len = self._drafts.schedule(plan, block)
-        rows = build_step_rows(plan, block, verify_len, page_size=self.limits.page_size)
-        clock.scheduled()
-        output = run_target(self.target, self._verifier, plan, block, rows)
-        clock.verified()
+        scheduled = self._scheduled_steps.run(plan, clock)
+        if scheduled is not None:  # draft, schedule and verify with a single wait
+            block, rows, output = scheduled
+        else:
+            block = self._drafts.draft(plan)
+            clock.drafted()
+            verify_len = self._drafts.schedule(plan, block)
+            rows = build_step_rows(plan, block, verify_len, page_size=self.limits.page_size)
+            clock.scheduled()
+            output = run_target(self.target, self._verifier, plan, block, rows)
+            clock.verified()
         verdicts = self._committer.commit(plan, block, rows, output, started_ns=clock.started_ns)
         self._settle(rows, verdicts)
         self._drafts.feed(plan, rows, output, verdicts)

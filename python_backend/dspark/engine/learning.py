@@ -39,8 +39,21 @@ class StepClock:
         self._mark_s = time.perf_counter()
         self.draft_s = self._mark_s - self.started_s
 
+    def overlapped(self, *, draft_s: float, verify_s: float) -> None:
+        """Say that drafting and the target pass are over, between which nobody waited.
+
+        What passed since the step began is shared out as the device took for either.
+
+        Arguments:
+            draft_s, verify_s: seconds on the device.
+        """
+        self._mark_s = time.perf_counter()
+        passed_s = self._mark_s - self.started_s
+        share = draft_s / (draft_s + verify_s) if draft_s + verify_s > 0.0 else 0.0
+        self.draft_s, self.verify_s = share * passed_s, (1.0 - share) * passed_s
+
     def scheduled(self) -> None:
-        """Say that the target pass is about to begin."""
+        """Say that the rows of the target pass are known: it is about to begin, or over."""
         self.schedule_s = self._lap_s()
 
     def verified(self) -> None:

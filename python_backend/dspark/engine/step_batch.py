@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from dspark.engine.sequence import Sequence
 from dspark.executors.interface import Int32, StepBatch
 from dspark.sampling.verification import Verdict
 
-__all__ = ["StepRows", "build_step_rows"]
+__all__ = ["StepRows", "build_prompt_rows", "build_step_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,57 +88,70 @@ def build_step_rows(plan: StepPlan, block: DraftBlock, verify_len: Int32, *, pag
         verify_len: [R] drafts to verify; pages for them are held.
         page_size: tokens per cache page.
     """
-    tokens: list[int] = []
-    counts: list[int] = []
-    starts: list[int] = []
-    sequences: list[Sequence] = []
-    for index, sequence in enumerate(plan.decoding):
-        drafts = block.tokens[index, : verify_len[index]].tolist()
-        tokens.append(sequence.token_ids[-1])
-        tokens.extend(drafts)
-        counts.append(1 + len(drafts))
-        starts.append(sequence.cached_len)
-        sequences.append(sequence)
-    num_decoding_rows = len(tokens)
+    tokens = [
+        [sequence.token_ids[-1], *block.tokens[index, : verify_len[index]].tolist()]
+        for index, sequence in enumerate(plan.decoding)
+    ]
+    batch, first_token_rows = _flattened(plan, tokens, page_size=page_size)
+    if block.tree is not None and _branches(block.tree, verify_len):
+        counts = np.diff(batch.query_start).tolist()
+        batch = replace(
+            batch,
+            positions=_tree_positions(
+                block.tree, verify_len, batch.positions, batch.query_start, batch.context_len
+            ),
+            ancestors=_ancestors(block.tree, verify_len, counts),
+        )
+    return StepRows(batch=batch, verify_len=verify_len, first_token_rows=first_token_rows)
+
+
+def build_prompt_rows(plan: StepPlan, *, page_size: int) -> StepBatch:
+    """Flatten the prefill chunks alone: decoding sequences are among those of the pass, and have no rows yet."""
+    return _flattened(plan, [[] for _ in plan.decoding], page_size=page_size)[0]
+
+
+def _flattened(
+    plan: StepPlan, decoding: abc.Sequence[list[int]], *, page_size: int
+) -> tuple[StepBatch, tuple[int, ...]]:
+    """Return the pass, and the index into its logits of each chunk that ends its prompt.
+
+    Arguments:
+        decoding: tokens of the rows of each decoding sequence; all of these rows have logits.
+    """
+    of_sequences = list(decoding)
+    starts = [sequence.cached_len for sequence in plan.decoding]
     for chunk in plan.prefill:
-        tokens.extend(chunk.sequence.token_ids[chunk.start : chunk.start + chunk.count])
-        counts.append(chunk.count)
+        of_sequences.append(chunk.sequence.token_ids[chunk.start : chunk.start + chunk.count])
         starts.append(chunk.start)
-        sequences.append(chunk.sequence)
+    counts = [len(of_one) for of_one in of_sequences]
+    tokens = np.array([token for of_one in of_sequences for token in of_one], np.int32)
 
     query_start = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     context_len = np.array(starts, np.int32)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T] sequence of each row
-    places = (np.arange(len(tokens)) - query_start[owner] + context_len[owner]).astype(np.int32)
+    positions = (np.arange(len(tokens)) - query_start[owner] + context_len[owner]).astype(np.int32)
+    sequences = plan.sequences
     max_pages = max(sequence.num_pages for sequence in sequences)
     page_table = np.stack([sequence.page_row[:max_pages] for sequence in sequences])
-    slots = page_table[owner, places // page_size] * page_size + places % page_size
-    positions, ancestors = places, None
-    if block.tree is not None and _branches(block.tree, verify_len):
-        positions = _tree_positions(block.tree, verify_len, places, query_start, context_len)
-        ancestors = _ancestors(block.tree, verify_len, counts)
+    slots = page_table[owner, positions // page_size] * page_size + positions % page_size
 
-    logit_rows = list(range(num_decoding_rows))
+    logit_rows = list(range(query_start[len(plan.decoding)]))
     first_token_rows: list[int] = []
     for index, chunk in enumerate(plan.prefill, start=len(plan.decoding)):
         if chunk.last:
             first_token_rows.append(len(logit_rows))
             logit_rows.append(int(query_start[index + 1]) - 1)
-    return StepRows(
-        batch=StepBatch(
-            tokens=np.array(tokens, np.int32),
-            positions=positions,
-            query_start=query_start,
-            context_len=context_len,
-            page_table=page_table,
-            slots=slots.astype(np.int32),
-            logit_rows=np.array(logit_rows, np.int32),
-            ancestors=ancestors,
-        ),
-        verify_len=verify_len,
-        first_token_rows=tuple(first_token_rows),
+    batch = StepBatch(
+        tokens=tokens,
+        positions=positions,
+        query_start=query_start,
+        context_len=context_len,
+        page_table=page_table,
+        slots=slots.astype(np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
     )
+    return batch, tuple(first_token_rows)
 
 
 def _branches(tree: DraftTree, verify_len: Int32) -> bool:

@@ -19,7 +19,7 @@ from dspark.executors.interface import Int32, TargetExecutor, TargetOutput, Veri
 from dspark.executors.verifying import ChainVerifier, VerifyBatch
 from dspark.sampling.verification import Verdict
 
-__all__ = ["device_verdict", "run_target", "verify_batch"]
+__all__ = ["device_verdict", "drawing_sequences", "needs_host", "run_target", "verify_batch"]
 
 
 def run_target(
@@ -46,8 +46,8 @@ def verify_batch(
         longest: drafts of a chain that the target takes.
         probs: whether it reads what the drafter keeps on the device.
     """
-    drawing = [*plan.decoding, *(chunk.sequence for chunk in plan.prefill if chunk.last)]
-    if not drawing or block.tree is not None or any(_needs_host(sequence) for sequence in drawing):
+    drawing = drawing_sequences(plan)
+    if not drawing or block.tree is not None or any(needs_host(sequence) for sequence in drawing):
         return None
     if int(rows.verify_len.max(initial=0)) > longest:
         return None
@@ -66,7 +66,13 @@ def verify_batch(
     )
 
 
-def _needs_host(sequence: Sequence) -> bool:
+def drawing_sequences(plan: StepPlan) -> list[Sequence]:
+    """Return the sequences that gain tokens in this step."""
+    return [*plan.decoding, *(chunk.sequence for chunk in plan.prefill if chunk.last)]
+
+
+def needs_host(sequence: Sequence) -> bool:
+    """Return whether the host must see the logits of a sequence."""
     # Devices verify token by token.
     blocks = sequence.sampler.rule == "block"
     return blocks or sequence.request.params.wants_log_probs or sequence.sampler.alters(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class OnnxSession:
         self._plan: BufferPlan | None = None
         self._memory = np.empty(0, np.uint8)
         self._prepared: dict[Call, Any] = {}
+        self._took_s = 0.0
 
     def allocate(self, plan: BufferPlan) -> npt.NDArray[np.uint8]:
         """Allocate all memory; return its front part, inputs and outputs."""
@@ -78,6 +80,20 @@ class OnnxSession:
             self._session.run_with_iobinding(bound)
         except Exception as error:  # as above
             raise EngineError(f"ONNX Runtime: {str(error)[:300]}") from error
+        assert self._plan is not None
+        for name in call.outputs:
+            if self._paired(name) and self._plan.buffers[name].binding.kind == "output":
+                self.fetch(call, name)
+
+    def launch(self, call: Call) -> None:
+        """Run: on a CPU there is nobody to wait for."""
+        started = time.perf_counter()
+        self.run(call)
+        self._took_s = time.perf_counter() - started
+
+    def wait(self, call: Call) -> float:  # noqa: ARG002
+        """Return the seconds of the last run."""
+        return self._took_s
 
     def fetch(self, call: Call, name: str) -> None:
         """Copy from the pair's memory to the front part."""

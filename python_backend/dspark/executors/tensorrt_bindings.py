@@ -15,9 +15,11 @@ import numpy as np
 from dspark.models.config import DrafterConfig, TargetConfig
 
 __all__ = [
+    "CALIBRATION_SHAPE",
     "DIMENSIONS",
     "DTYPE_NAMES",
     "ITEM_BYTES",
+    "KEPT",
     "PAIRED",
     "TABLE_SUFFIX",
     "VERIFY_DEPTH",
@@ -45,9 +47,10 @@ DTYPE_NAMES: dict[Precision, str] = {
     "fp16": "float16",
     "bf16": "bfloat16",
 }  # as in settings
-PAIRED = frozenset(
-    {"draft_probs"}
-)  # what the drafter's engine leaves in device memory that the target's reads
+# What the drafter's engine leaves in device memory that the target's reads.
+PAIRED = frozenset({"draft_probs", "draft_tokens", "num_tokens", "confidence_logits"})
+KEPT = "draft_probs"  # of them, what is copied to the host only when somebody there looks
+CALIBRATION_SHAPE = (3, 5)  # kinds of traffic, numbers of the map from a confidence logit to a probability
 VERIFY_DEPTH = 16  # drafts of the longest chain that a target engine verifies
 TABLE_SUFFIX = ".table"  # of the file of a weight that both engines take as an input
 DIMENSIONS = {
@@ -59,6 +62,7 @@ DIMENSIONS = {
     "N": "newly committed rows",
     "S": "cache slots",
     "Q": "rows of draft probabilities: sequences times block size",
+    "D": "sequences whose rows the device lays out; 0 where the host has laid out all",
 }
 
 
@@ -127,7 +131,8 @@ def head_precision(precision: Precision) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class VerifyShape:
-    """What the target engine knows of the drafts that it verifies: the attributes of `DSparkVerify`.
+    """What the target engine knows of the drafts that it verifies: the attributes of `DSparkVerify`, and whether it
+    can choose how many of them.
 
     Without a drafter every draft is one-hot, and there are no probabilities to read.
     """
@@ -135,13 +140,15 @@ class VerifyShape:
     block_size: int = 0  # G; 0 = no drafter
     draft_vocab_size: int = 0  # Vd
     mapped: bool = False  # a reduced draft vocabulary
+    rated: bool = False  # drafts have confidences: `DSparkSchedule` can cut them and lay their rows out
 
     @classmethod
     def of(cls, config: DrafterConfig | None) -> VerifyShape:
         if config is None:
             return cls()
         mapped = config.draft_vocab_size != config.vocab_size
-        return cls(config.block_size, config.draft_vocab_size, mapped)
+        rated = config.enable_confidence_head and config.block_size <= VERIFY_DEPTH
+        return cls(config.block_size, config.draft_vocab_size, mapped, rated)
 
 
 def target_bindings(
@@ -169,12 +176,14 @@ def target_bindings(
         Binding("ancestors", "i32", ("T", "W")),
         Binding("logit_rows", "i32", ("M",)),
         *(_verify_inputs(verify) if verify else ()),
+        *(_schedule_inputs(verify.block_size) if verify and verify.rated else ()),
         *_caches(decoder.num_layers, precision, slot),
         *_table_bindings(config, precision),
         Binding("logits", "fp32", ("M", vocab_size), "output"),
         Binding("argmax", "i32", ("M",), "output"),
         Binding("finite", "i32", ("M",), "output"),
         *(_verify_outputs() if verify else ()),
+        *((Binding("verify_len", "i32", ("D",), "output"),) if verify and verify.rated else ()),
         *((Binding("features", "fp32", ("T", features), "output"),) if features else ()),
     )
 
@@ -189,6 +198,19 @@ def _verify_inputs(verify: VerifyShape) -> tuple[Binding, ...]:
         *(probs if verify.block_size else ()),
         Binding("first_positions", "i32", ("R",)),
         *_draw_bindings(),
+    )
+
+
+def _schedule_inputs(block_size: int) -> tuple[Binding, ...]:
+    kinds, numbers = CALIBRATION_SHAPE
+    return (
+        Binding("anchors", "i32", ("D",)),
+        Binding("kinds", "i32", ("D",)),
+        Binding("calibration", "fp32", (kinds, block_size, numbers)),
+        Binding("budget", "i32", (1,)),
+        Binding("draft_tokens", "i32", ("D", block_size), "link"),
+        Binding("num_tokens", "i32", ("D",), "link"),
+        Binding("confidence_logits", "fp32", ("D", block_size), "link"),
     )
 
 

@@ -57,8 +57,8 @@ class CudaSession:
         self._logger = _logger(self._trt)
         self._runtime = self._trt.Runtime(self._logger)
         self._engine = self._load(path, built_with)
-        flag = self._cuda.cudaStreamNonBlocking
-        self._stream = self._call("cudaStreamCreateWithFlags", flag, what="a stream")
+        self._stream = device.stream()  # of both plans of a pair: what they start runs in that order
+        self._began, self._ended = (self._call("cudaEventCreate", what="an event") for _ in range(2))
         self._contexts: list[Any] = []  # by profile
         self._captured: dict[Call, Any] = {}  # graphs
         self._shaped: dict[tuple[Any, ...], Any] = {}  # their contexts, by shapes; must live as long
@@ -157,13 +157,30 @@ class CudaSession:
     def run(self, call: Call) -> None:
         """Copy in, run, copy out, wait."""
         self._device.use()
+        self._start(call)
+        self._wait(call)
+
+    def launch(self, call: Call) -> None:
+        """Put copies and kernels of a call on the stream, between two events."""
+        self._device.use()
+        self._call("cudaEventRecord", self._began, self._stream, what=call)
+        self._start(call)
+        self._call("cudaEventRecord", self._ended, self._stream, what=call)
+
+    def wait(self, call: Call) -> float:
+        """Wait for the stream; return the seconds between the events."""
+        self._device.use()
+        self._wait(call)
+        took_ms = self._call("cudaEventElapsedTime", self._began, self._ended, what=call)
+        return float(took_ms) / 1000
+
+    def _start(self, call: Call) -> None:
         if call in self._captured:
             self._call("cudaGraphLaunch", self._captured[call], self._stream, what=call)
         else:
             context = self._contexts[self._profile_of(call)]
             self._shape(context, call)
             self._enqueue(context, call)
-        self._wait(call)
 
     def fetch(self, call: Call, name: str) -> None:
         """Copy a tensor that the last run left on the device to the pinned mirror, and wait."""
@@ -172,7 +189,7 @@ class CudaSession:
         self._wait(f"{name} of {call}")
 
     def close(self) -> None:
-        """Free graphs, memory and stream."""
+        """Free graphs, memory and events; the stream is the device's."""
         self._device.use()
         for call, graph in self._captured.items():
             self._call("cudaGraphExecDestroy", graph, what=f"the graph of {call}")
@@ -188,7 +205,8 @@ class CudaSession:
             if address:
                 self._call(free, address, what="buffers")
         self._base = self._host_base = self._scratch = 0
-        self._call("cudaStreamDestroy", self._stream, what="the stream")
+        for event in (self._began, self._ended):
+            self._call("cudaEventDestroy", event, what="events")
 
     # Parts
 

@@ -32,6 +32,7 @@ class CudaDevice:
 
     def __init__(self, number: int = 0) -> None:
         self.runtime, self.number = _cuda_runtime(number), number
+        self._stream: Any = None
 
     def call(self, function: str, *arguments: Any, what: object, of: str = "", memory: int = 0) -> Any:
         """Call the CUDA runtime and return what it gives back.
@@ -60,6 +61,13 @@ class CudaDevice:
     def use(self) -> None:
         """Make the GPU this thread's own: the engine's thread is not the one that loaded it."""
         self.call("cudaSetDevice", self.number, what="this thread")
+
+    def stream(self) -> Any:
+        """Return the stream of everything that runs here, the same every time; it is the process's until its end."""
+        if self._stream is None:
+            flag = self.runtime.cudaStreamNonBlocking
+            self._stream = self.call("cudaStreamCreateWithFlags", flag, what="a stream")
+        return self._stream
 
     def capability(self) -> int:
         """Return the compute capability, 89 for 8.9."""

@@ -16,8 +16,9 @@ from dspark.drafters.checkpoint import DrafterCheckpoint
 from dspark.drafters.device_draws import DRAWS, BlockDraws, KeptProbs, SampledBlock
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
-from dspark.executors.tensorrt_bindings import Precision, drafter_bindings
-from dspark.executors.tensorrt_buckets import EngineShapes, bucket, drafter_buckets
+from dspark.executors.scheduled import StartedBlock
+from dspark.executors.tensorrt_bindings import KEPT, Precision, drafter_bindings
+from dspark.executors.tensorrt_buckets import EngineShapes, Sizes, bucket, drafter_buckets
 from dspark.executors.tensorrt_head import HostHead
 from dspark.executors.tensorrt_runner import Runner
 from dspark.executors.tensorrt_session import Session
@@ -55,6 +56,8 @@ class TensorRTBlockDrafter:
         self._width = len(self.config.target_layer_ids) * self.config.decoder.hidden_size
         self._waiting = _Rows.none(self._width)
         self._kept: weakref.ref[KeptProbs] | None = None
+        self._num_started = 0  # blocks of the call that was started
+        self.launches = self._runner.keeps
 
     # Caches
 
@@ -101,20 +104,33 @@ class TensorRTBlockDrafter:
 
     def draft_sampled(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> SampledBlock:
         """Draft whole blocks, drawn on the device with the requests' own noise; `num_drafts` [R], each at least 1."""
-        keeps = self._runner.keeps
-        found = self._run(batch, num_drafts, _GREEDY if keeps else _SAMPLED, draws)
+        found = self._run(batch, num_drafts, _GREEDY if self._runner.keeps else _SAMPLED, draws)
+        return self._drawn(found, len(batch.anchors))
+
+    def launch(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> None:
+        """Start what `draft_sampled` does; `num_drafts` [R] may be 0."""
+        assert self.launches, "asked of what runs alone"
+        feeds, sizes = self._call(batch, num_drafts, draws)
+        self._num_started = len(batch.anchors)
+        self._runner.launch(feeds, sizes, _GREEDY, padding=_PADDING)
+
+    def collect(self) -> StartedBlock:
+        """Wait for what was started."""
+        draft_s = self._runner.wait()
+        found = self._runner.outputs(dict.fromkeys(_GREEDY, self._num_started))
+        return StartedBlock(self._drawn(found, self._num_started), draft_s)
+
+    def _drawn(self, found: dict[str, npt.NDArray[Any]], num_sequences: int) -> SampledBlock:
         return SampledBlock(
             tokens=found["draft_tokens"],
             num_tokens=found["num_tokens"],
-            draft_probs=self._keep(len(batch.anchors)) if keeps else found["draft_probs"],
+            draft_probs=self._keep(num_sequences) if self._runner.keeps else found["draft_probs"],
             confidence_logits=self._rated(found),
         )
 
     def _keep(self, num_sequences: int) -> KeptProbs:
         """Return what the last call left on the device; the next one brings it here where it is still wanted."""
-        kept = KeptProbs(
-            lambda: self._runner.kept("draft_probs", num_sequences), block_size=self.config.block_size
-        )
+        kept = KeptProbs(lambda: self._runner.kept(KEPT, num_sequences), block_size=self.config.block_size)
         self._kept = weakref.ref(kept)
         return kept
 
@@ -125,6 +141,13 @@ class TensorRTBlockDrafter:
         self, batch: DraftBatch, num_drafts: Int32, outputs: tuple[str, ...], draws: BlockDraws
     ) -> dict[str, npt.NDArray[Any]]:
         """Write the rows that wait and draft; return outputs of the real sequences."""
+        feeds, sizes = self._call(batch, num_drafts, draws)
+        return self._runner.run(feeds, sizes, dict.fromkeys(outputs, len(batch.anchors)), padding=_PADDING)
+
+    def _call(
+        self, batch: DraftBatch, num_drafts: Int32, draws: BlockDraws
+    ) -> tuple[dict[str, npt.NDArray[Any]], Sizes]:
+        """Return inputs and sizes of a call, rows that wait among them."""
         shapes, num_sequences = self._shapes, len(batch.anchors)
         wanted = self._kept() if self._kept else None
         if wanted is not None:
@@ -147,7 +170,7 @@ class TensorRTBlockDrafter:
             "N": bucket("new context rows", len(new.slots), shapes.max_new_rows),
             "P": shapes.max_pages,
         }
-        return self._runner.run(feeds, sizes, dict.fromkeys(outputs, num_sequences), padding=_PADDING)
+        return feeds, sizes
 
     # Heads
 

@@ -67,6 +67,10 @@ class Runner:
         self._num_slots = num_slots
         plan = BufferPlan.of(self._bindings, self._largest | {"S": num_slots})
         self._host, self._plan = self.session.allocate(plan), plan
+        self.prepare(buckets, outputs)
+
+    def prepare(self, buckets: Iterable[Sizes], outputs: Sequence[Sequence[str]]) -> None:
+        """Prepare more calls; arguments and errors as `allocate`."""
         for sizes in buckets:
             self._idle(sizes)
             for names in outputs:
@@ -91,7 +95,52 @@ class Runner:
         Raises:
             EngineError: an input that has no room in the call.
         """
-        call = self._call(sizes, tuple(outputs))
+        call = self._filled(feeds, sizes, tuple(outputs), padding)
+        self.session.run(call)
+        self._last = call
+        return self.outputs(outputs)
+
+    def launch(
+        self,
+        feeds: Mapping[str, Array],
+        sizes: Sizes,
+        outputs: Sequence[str],
+        *,
+        padding: Mapping[str, float],
+    ) -> None:
+        """Start what `run` does; arguments and errors are its own. `wait` comes before `outputs` and the next call."""
+        call = self._filled(feeds, sizes, tuple(outputs), padding)
+        self.session.launch(call)
+        self._last = call
+
+    def wait(self) -> float:
+        """Wait for what was started; return the seconds that it took on the device.
+
+        Raises:
+            EngineError: the device refuses.
+        """
+        assert self._last is not None
+        return self.session.wait(self._last)
+
+    def outputs(self, counts: Mapping[str, int]) -> dict[str, Array]:
+        """Return outputs that the last call brought back, the first entries of each, as arrays of their own."""
+        assert self._last is not None
+        shapes = dict(self._last.shapes)
+        return {
+            binding.name: self._view(binding, shapes[binding.name])[: counts[binding.name]].copy()
+            for binding in self._bindings
+            if binding.name in counts
+        }
+
+    def _filled(
+        self,
+        feeds: Mapping[str, Array],
+        sizes: Sizes,
+        outputs: tuple[str, ...],
+        padding: Mapping[str, float],
+    ) -> Call:
+        """Return a call whose inputs are on the host's side."""
+        call = self._call(sizes, outputs)
         for binding, view in self._inputs(call):
             given = feeds[binding.name]
             if any(side > room for side, room in zip(given.shape, view.shape, strict=True)):
@@ -99,18 +148,11 @@ class Runner:
             if given.shape != view.shape:
                 view[...] = padding.get(binding.name, 0)
             view[tuple(slice(side) for side in given.shape)] = given
-        self.session.run(call)
-        self._last = call
-        shapes = dict(call.shapes)
-        return {
-            binding.name: self._view(binding, shapes[binding.name])[: outputs[binding.name]].copy()
-            for binding in self._bindings
-            if binding.name in outputs
-        }
+        return call
 
     @property
     def keeps(self) -> bool:
-        """Whether what `PAIRED` names stays on the device, to be asked for by `kept`."""
+        """Whether it is one of a pair, so that `KEPT` stays on the device, to be asked for by `kept`."""
         return isinstance(self.session, KeepingSession) and self.session.keeps
 
     def kept(self, name: str, count: int) -> Array:
@@ -128,7 +170,7 @@ class Runner:
     def _idle(self, sizes: Sizes) -> None:
         """Fill the inputs of a call with padding alone, so that preparing it writes no cache row."""
         for binding, view in self._inputs(self._call(sizes, ())):
-            view[...] = -1 if binding.name in ("page_table", "new_slots") else 0
+            view[...] = -1 if binding.name in ("page_table", "new_slots", "kinds") else 0
 
     def _call(self, sizes: Sizes, outputs: tuple[str, ...]) -> Call:
         whole = sizes | {"S": self._num_slots}

@@ -56,13 +56,23 @@ class Session(Protocol):
             EngineError: the device refuses.
         """
 
+    def launch(self, call: Call) -> None:
+        """Start what `run` does and do not wait; what both sessions of a pair start runs in that order.
+
+        Its inputs on the host's side must not change before `wait`. Raises as `run`.
+        """
+
+    def wait(self, call: Call) -> float:
+        """Wait for a call that was started; return the seconds that it took on the device. Raises as `run`."""
+
     def close(self) -> None:
         """Free everything; the host's side is gone too."""
 
 
 @runtime_checkable
 class KeepingSession(Session, Protocol):
-    """A session of a pair: what `PAIRED` names stays on the device after a call, for the other engine and `fetch`."""
+    """A session of a pair: what `PAIRED` names lies where the other engine reads it; of that, `KEPT` is copied to the
+    host by `fetch` alone."""
 
     keeps: bool  # False where it runs alone
 

@@ -1,4 +1,7 @@
-"""The target engine as a `TargetExecutor`: pads a ragged batch to a bucket, runs it, cuts the padding off."""
+"""The target engine as a `TargetExecutor`: pads a ragged batch to a bucket, runs it, cuts the padding off.
+
+A pass that the device lays out (`scheduled`) is the same graph: its host's rows are then those of prompts alone.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.drafters.device_draws import DRAWS, BlockDraws
-from dspark.executors.interface import Float32, StepBatch, TargetOutput, Verified
+from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput, Verified
+from dspark.executors.scheduled import ScheduledBatch, ScheduledPass
 from dspark.executors.tensorrt_bindings import (
+    CALIBRATION_SHAPE,
     DTYPE_NAMES,
     VERIFY_DEPTH,
     Precision,
@@ -18,7 +23,7 @@ from dspark.executors.tensorrt_bindings import (
 )
 from dspark.executors.tensorrt_buckets import EngineShapes, Sizes, bucket, target_buckets
 from dspark.executors.tensorrt_runner import Runner
-from dspark.executors.tensorrt_session import Session
+from dspark.executors.tensorrt_session import KeepingSession, Session
 from dspark.executors.verifying import VerifyBatch
 from dspark.models.config import TargetConfig, WeightSource
 
@@ -26,6 +31,7 @@ __all__ = ["TensorRTTarget"]
 
 _OUTPUTS = ("logits", "argmax", "finite")
 _VERIFIED = ("accepted", "next_token", "finite")
+_SCHEDULED = (*_VERIFIED, "verify_len")
 
 
 class TensorRTTarget:
@@ -59,10 +65,18 @@ class TensorRTTarget:
         self.longest_chain = VERIFY_DEPTH if verify else 0
         self._block_size = verify.block_size if verify else 0
         self.reads_probs = self._block_size > 0
+        self._rated = verify is not None and verify.rated
+        self.schedules = self._rated and isinstance(session, KeepingSession) and session.keeps
+        self._started: ScheduledBatch | None = None
         bindings = target_bindings(
             config, precision=precision, feature_layer_ids=feature_layer_ids, verify=verify
         )
-        self._runner = Runner(session, bindings, shapes, more={"Q": shapes.max_sequences * self._block_size})
+        self._runner = Runner(
+            session,
+            bindings,
+            shapes,
+            more={"Q": shapes.max_sequences * self._block_size, "D": shapes.max_sequences},
+        )
 
     def cache_page_bytes(self, page_size: int) -> int:
         """Return the bytes that one page takes over all layers, keys and values."""
@@ -75,11 +89,16 @@ class TensorRTTarget:
             CapacityError: when the device has not that much memory.
         """
         kinds = [_OUTPUTS, _VERIFIED] if self._verify else [_OUTPUTS]
+        plain = [self._with_probs(sizes) for sizes in target_buckets(self._shapes)]
         self._runner.allocate(
             num_slots=num_pages * page_size,
-            buckets=[self._with_probs(sizes) for sizes in target_buckets(self._shapes)],
+            buckets=plain,
             outputs=[(*kind, *self._features) for kind in kinds],
         )
+        if self.schedules:
+            self._runner.prepare(
+                [sizes | {"D": sizes["R"]} for sizes in plain], [(*_SCHEDULED, *self._features)]
+            )
 
     def embedding_and_head(self) -> tuple[Float32, Float32]:
         """Return the input embedding [V, d] and the LM head [V, d] in float32 (the same array when tied)."""
@@ -105,7 +124,47 @@ class TensorRTTarget:
     def forward_verified(self, batch: StepBatch, verify: VerifyBatch) -> TargetOutput:
         """Run one pass and verify its chains; logits never leave the device. Raises as `forward`."""
         assert self._verify is not None, "asked of what says that it verifies nothing"
-        found = self._run(batch, verify, _VERIFIED)
+        return self._without_logits(self._run(batch, verify, _VERIFIED))
+
+    def launch_scheduled(self, batch: ScheduledBatch) -> None:
+        """Start a pass whose first sequences are what the drafter, started before it, is going to draft.
+
+        Raises:
+            EngineError: a batch larger than the engine's shapes, or a device that refuses.
+        """
+        assert self.schedules, "asked of what says that it does not"
+        feeds, padding = self._feeds(batch.rows, batch.verify)
+        feeds |= {
+            "anchors": batch.anchors,
+            "kinds": batch.kinds,
+            "calibration": batch.calibration,
+            "budget": np.array([batch.budget], np.int32),
+        }
+        num_drafted = len(batch.anchors)
+        more = num_drafted + batch.budget
+        sizes = self._sizes(batch.rows, more=more)
+        sizes["D"] = bucket("drafted sequences of a pass", num_drafted, self._shapes.max_sequences)
+        outputs = (*_SCHEDULED, *self._features)
+        self._runner.launch(feeds, sizes, outputs, padding=padding | {"kinds": -1.0})
+        self._started = batch
+
+    def collect_scheduled(self) -> ScheduledPass:
+        """Wait for what was started.
+
+        Raises:
+            EngineError: the device refuses.
+        """
+        batch, self._started = self._started, None
+        assert batch is not None, "launch_scheduled comes before"
+        pass_s, num_drafted = self._runner.wait(), len(batch.anchors)
+        verify_len: Int32 = self._runner.outputs({"verify_len": num_drafted})["verify_len"]
+        more = num_drafted + int(verify_len.sum())
+        num_sequences = len(batch.rows.context_len)
+        counts = self._counts(num_sequences, len(batch.rows.tokens) + more, len(batch.rows.logit_rows) + more)
+        found = self._runner.outputs({name: counts[name] for name in (*_VERIFIED, *self._features)})
+        return ScheduledPass(self._without_logits(found), verify_len, pass_s)
+
+    def _without_logits(self, found: dict[str, npt.NDArray[Any]]) -> TargetOutput:
         return TargetOutput(
             logits=np.empty((0, self.config.vocab_size), np.float32),
             argmax=np.empty(0, np.int32),
@@ -117,6 +176,17 @@ class TensorRTTarget:
     def _run(
         self, batch: StepBatch, verify: VerifyBatch | None, outputs: tuple[str, ...]
     ) -> dict[str, npt.NDArray[Any]]:
+        feeds, padding = self._feeds(batch, verify)
+        if self._rated:
+            feeds |= self._nothing_drafted()
+        counts = self._counts(len(batch.context_len), len(batch.tokens), len(batch.logit_rows))
+        wanted = {name: counts[name] for name in (*outputs, *self._features)}
+        return self._runner.run(feeds, self._sizes(batch), wanted, padding=padding)
+
+    def _feeds(
+        self, batch: StepBatch, verify: VerifyBatch | None
+    ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, float]]:
+        """Return the inputs of the rows that the host knows, and what stands behind the real ones."""
         masks = batch.ancestors
         feeds: dict[str, npt.NDArray[Any]] = {
             "tokens": batch.tokens,
@@ -138,14 +208,26 @@ class TensorRTTarget:
                 **{name: getattr(verify.draws, name) for name in DRAWS},
             }
             padding |= {"verify_start": float(verify.row_start[-1]), "prob_rows": -1.0, "top_p": 1.0}
-        num_rows, num_sequences = len(batch.logit_rows), len(batch.context_len)
-        counts = dict.fromkeys(_OUTPUTS, num_rows) | {
+        return feeds, padding
+
+    @staticmethod
+    def _counts(num_sequences: int, num_rows: int, num_logits: int) -> dict[str, int]:
+        """Return how many entries of every output are real."""
+        return dict.fromkeys(_OUTPUTS, num_logits) | {
             "accepted": num_sequences,
             "next_token": num_sequences,
-            "features": len(batch.tokens),
+            "features": num_rows,
         }
-        wanted = {name: counts[name] for name in (*outputs, *self._features)}
-        return self._runner.run(feeds, self._sizes(batch), wanted, padding=padding)
+
+    def _nothing_drafted(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the inputs of a pass that the host has laid out as a whole."""
+        none, (kinds, numbers) = np.zeros(0, np.int32), CALIBRATION_SHAPE
+        return {
+            "anchors": none,
+            "kinds": none,
+            "calibration": np.zeros((kinds, self._block_size, numbers), np.float32),
+            "budget": np.zeros(1, np.int32),
+        }
 
     def _no_verification(self, batch: StepBatch) -> VerifyBatch | None:
         """Return a batch whose sequences have no rows to verify, None where the graph verifies nothing."""
@@ -160,10 +242,16 @@ class TensorRTTarget:
         )
 
     def _with_probs(self, sizes: Sizes) -> Sizes:
-        return sizes | {"Q": sizes["R"] * self._block_size}
+        """Return the sizes of a pass that the host has laid out."""
+        return sizes | {"Q": sizes["R"] * self._block_size, "D": 0}
 
-    def _sizes(self, batch: StepBatch) -> Sizes:
-        shapes, num_rows, num_logits = self._shapes, len(batch.tokens), len(batch.logit_rows)
+    def _sizes(self, batch: StepBatch, *, more: int = 0) -> Sizes:
+        """Return the sizes of a pass; `more` rows, all with logits, are not in the batch."""
+        shapes, num_rows, num_logits = (
+            self._shapes,
+            len(batch.tokens) + more,
+            len(batch.logit_rows) + more,
+        )
         tokens = bucket("rows of a pass", num_rows, shapes.max_tokens)
         # Where all rows are wanted the shape is one of those that were prepared.
         all_wanted = num_logits == num_rows and tokens <= shapes.max_logit_rows

@@ -14,13 +14,13 @@ from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.loading import DrafterOutline
 from dspark.errors import ConfigError
 from dspark.executors.dtype import auto_dtype
-from dspark.executors.tensorrt_bindings import DTYPE_NAMES
+from dspark.executors.tensorrt_bindings import DTYPE_NAMES, VerifyShape
 from dspark.executors.tensorrt_buckets import EngineShapes
 from dspark.executors.tensorrt_drafter import TensorRTBlockDrafter
 from dspark.executors.tensorrt_loading import EnginePair, engine_shapes
 from dspark.executors.tensorrt_target import TensorRTTarget
 from dspark.executors.torch_drafter import TorchBlockDrafter
-from dspark.executors.torch_session import Capture, CudaCapture, TorchSession
+from dspark.executors.torch_session import Capture, CudaCapture, TorchPair, TorchSession
 from dspark.executors.torch_target import TorchTarget
 from dspark.models.loading import TargetCheckpoint
 
@@ -112,13 +112,16 @@ def pair_on(
         checkpoint.config, checkpoint.weights, dtype=chosen, feature_layer_ids=layers, device=str(device)
     )
     model.use_pages(page_size)
+    model.know_drafts(drafter.draft_to_target if drafter else None)
+    memory = TorchPair(device)
     target = TensorRTTarget(
-        TorchSession(model, device, _capture_on(device, capture)),
+        TorchSession(model, device, _capture_on(device, capture), memory),
         checkpoint.config,
         checkpoint.weights,
         precision=_PRECISIONS[chosen],
         feature_layer_ids=layers,
         shapes=shapes,
+        verify=VerifyShape.of(drafter.config if drafter else None),
     )
     if drafter is None:
         return EnginePair(target, None)
@@ -133,7 +136,7 @@ def pair_on(
         tables=model.tables() if blocks == chosen else None,
     )
     block_model.use_pages(page_size)
-    session = TorchSession(block_model, device, _capture_on(device, capture))
+    session = TorchSession(block_model, device, _capture_on(device, capture), memory)
     executor = TensorRTBlockDrafter(session, drafter, precision=_PRECISIONS[blocks], shapes=shapes)
     return EnginePair(target, DSparkDrafter(executor, drafter.draft_to_target))
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dspark_plugins.ops import paged_attention as paged_attention_op
+from dspark_plugins.ops import verify
+from dspark_plugins.ops.scheduled_rows import scheduled_rows
 from dspark_plugins.reference.paged_attention import (
     AttentionPlan,
     paged_attention,
@@ -26,6 +28,7 @@ from torch.nn import functional as F
 from dspark.errors import CapacityError, ConfigError
 from dspark.executors.dtype import torch_dtype
 from dspark.executors.interface import Float32, Int32, StepBatch, TargetOutput
+from dspark.executors.tensorrt_bindings import VERIFY_DEPTH
 from dspark.executors.torch_linear import Linear, of_few_sizes
 from dspark.models.config import TargetConfig, WeightSource
 from dspark.models.rope import inverse_frequencies
@@ -88,6 +91,7 @@ class TorchTarget:
         self._frequencies = torch.from_numpy(frequencies).to(self._device)
         self._caches: list[torch.Tensor] = []  # per layer [num_slots, 2, Hkv, D]
         self._page_size = 0
+        self._target_to_draft: torch.Tensor | None = None  # [V]
         with torch.inference_mode():
             self._layers = [self._load_layer(i) for i in range(num_layers)]
             self._norm = self._vector("norm.weight")
@@ -223,6 +227,13 @@ class TorchTarget:
 
     def device_pass(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Run a pass over tensors by the names of `target_bindings`, padding rows included, and return its outputs."""
+        laid_out: dict[str, torch.Tensor] = {}
+        if "kinds" in inputs:
+            if len(inputs["kinds"]):
+                laid_out = scheduled_rows(inputs, page_size=self._page_size)
+            else:
+                laid_out = {"verify_len": inputs["kinds"]}  # there are none
+            inputs = {**inputs, **laid_out}
         masks = inputs["ancestors"] if inputs["ancestors"].shape[1] else None
         cos, sin = rope_tables(inputs["positions"], self._frequencies, self._rope_factor)
         places = [inputs[name] for name in ("page_table", "query_start", "context_len", "slots", "positions")]
@@ -239,7 +250,35 @@ class TorchTarget:
         logits = self._logits(hidden.index_select(0, inputs["logit_rows"]))
         finite = torch.stack(logits.aminmax(dim=-1)).isfinite().all(dim=0)
         made = {"logits": logits, "argmax": logits.argmax(dim=-1), "finite": finite}
+        if "verify_start" in inputs:
+            made |= self._verified(logits, inputs)
+        if "verify_len" in laid_out:
+            made["verify_len"] = laid_out["verify_len"]
         return made if features is None else made | {"features": features}
+
+    def _verified(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the chains of a pass are judged to be, over its logits [M, V]."""
+        has_probs = "prob_rows" in inputs
+        accepted, path, next_token = verify(
+            logits,
+            inputs["tokens"].index_select(0, inputs["logit_rows"]),
+            inputs["verify_start"],
+            None,
+            inputs["draft_probs"] if has_probs else None,
+            inputs["prob_rows"] if has_probs else None,
+            self._target_to_draft if has_probs else None,
+            *(inputs[name] for name in ("first_positions", "seeds", "temperature")),
+            *(inputs[name] for name in ("top_k", "top_p", "min_p", "coupled")),
+            VERIFY_DEPTH,
+        )
+        return {"accepted": accepted, "path": path, "next_token": next_token}
+
+    def know_drafts(self, draft_to_target: Int32 | None) -> None:
+        """Tell the [Vd] target ids of a reduced draft vocabulary to a target that verifies in `device_pass`."""
+        if draft_to_target is not None:
+            entries = np.full(self.config.vocab_size, -1, np.int32)
+            entries[draft_to_target] = np.arange(len(draft_to_target), dtype=np.int32)
+            self._target_to_draft = self._to_device(entries)
 
     def use_pages(self, page_size: int) -> None:
         """Tell the page size to a target whose caches come with every `device_pass`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ __all__ = [
     "GREEDY",
     "REJECTION",
     "Bool",
+    "BudgetScheduler",
     "Calibrator",
     "CostEstimate",
     "Float32",
@@ -140,6 +141,15 @@ class Scheduler(Protocol):
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence; unknown ids are fine."""
+
+
+@runtime_checkable
+class BudgetScheduler(Scheduler, Protocol):
+    """A scheduler that may know how many drafts it keeps before there are any; `verify_len` comes all the same, behind
+    the pass: it keeps what later steps choose by."""
+
+    def budget(self, num_drafts: Int32) -> int | None:
+        """Return how many drafts of blocks [R] it keeps over all of them, None where only the drafts tell."""
 
 
 class Calibrator(Protocol):

@@ -328,6 +328,19 @@ class LoadAwareScheduler:
         num, blocks = earlier
         return min(round(num * num_blocks / blocks), num_candidates)
 
+    def budget(self, num_drafts: Int32) -> int | None:
+        """Return how many drafts `verify_len` is going to keep, for blocks [R] that are still to be drafted.
+
+        None where only the drafts tell: the policy is another one, nothing is known of two steps ago, or this step
+        verifies one block as a whole.
+        """
+        if self._rule != "lagged" or not self._has_confidence or len(self._budgets) < 2:
+            return None
+        if self._look_is_due(self._num_steps + 1):
+            return None
+        num, blocks = self._budgets[0]
+        return min(round(num * int(np.count_nonzero(num_drafts)) / blocks), int(num_drafts.sum()))
+
     def _spend_on_silent(self, verify_len: Int32, rows: list[int], num_drafts: Int32) -> Int32:
         """Verify one draft now and then of sequences of which nothing was heard for long."""
         silent = (num_drafts > 0) & (verify_len == 0)
