@@ -24,8 +24,10 @@ from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.engine.thread import EngineThread
 from dspark.errors import ConfigError, EngineError
+from dspark.executors.device import chosen_device
 from dspark.executors.interface import CacheMover, TargetExecutor
 from dspark.executors.loading import LoadedPair, load_pair
+from dspark.executors.scheduled import served_policy
 from dspark.models.config import TargetConfig
 from dspark.models.loading import load_target
 from dspark.models.tokenizer import Tokenizer
@@ -157,12 +159,18 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         target, drafter, size=config.draft_tree, progress=progress
     )
     limits = engine_limits(config, target, drafter, longest=pair.max_context_len)
+    on_gpu = chosen_device(config.executor, config.device) != "cpu"
+    policy = served_policy(target, config.policy, on_gpu=on_gpu)
     for part in (target, drafter):
         part.allocate_cache(num_pages=limits.num_pages, page_size=limits.page_size)
     progress(f"cache {limits.num_pages * limits.page_size} tokens in pages of {limits.page_size}")
     curve = None
     if outline.block_size and parse_policy(config.policy, block_size=outline.block_size).needs_cost:
         curve = _curve(config, pair, spec=spec, limits=limits, base=base, progress=progress)
+    if curve is None and config.policy == "auto":
+        policy = "auto"  # learns what a step costs; `lagged` wants it measured
+    if policy != config.policy:
+        progress(f"policy {policy}: the device chooses what is verified, and no step waits for the host")
     if config.prompt_lookup and isinstance(drafter, (DSparkDrafter, AutoregressiveDrafter)):
         drafter = LookupDrafter(drafter)  # measured without: a look-up is no pass
         progress("prompt look-up before the drafter")
@@ -170,7 +178,7 @@ def build_engine(config: ServeConfig, *, progress: Progress = _silent, base: Pat
         target=target,
         drafter=drafter,
         scheduler=make_scheduler(
-            config.policy,
+            policy,
             block_size=drafter.block_size,
             has_confidence=outline.has_confidence,
             cost_model=None if curve is None else CostModel(curve),

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.drafters.lookup import LookupDrafter
 from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
+from dspark.executors.scheduled import served_policy
 from dspark.executors.tensorrt_loading import engine_shapes
 from dspark.executors.torch_cuda import pair_on
 from dspark.models.loading import load_target
@@ -122,3 +124,124 @@ def test_steps_are_those_of_the_host(homes: dict[str, Home], home: str, calibrat
     assert stats.num_drafter_faults == 0
     if home == "good":
         assert stats.num_accepted_tokens > 0
+
+
+# Steps that are the host's
+
+
+@pytest.mark.parametrize(
+    ("policy", "params"),
+    [
+        ("prefix", {}),  # knows no budget before the drafts
+        ("auto", {}),
+        ("lagged", {"repetition_penalty": 1.3}),
+        ("lagged", {"logprobs": 2}),
+        ("lagged", {"min_tokens": 20, "stop_token_ids": (49,)}),
+    ],
+)
+def test_a_step_that_needs_the_host_is_laid_out_there(
+    homes: dict[str, Home], policy: str, params: dict[str, Any]
+) -> None:
+    served = Served(homes["good"], policy=policy)
+    served.answers([[7, 8, 9, 10], [5, 6]], [{"max_tokens": 20} | params] * 2)
+    assert sum(bool(step.num_drafts.any()) for step in served.scheduler.seen) > 5
+    assert served.num_scheduled == 0 and served.engine.stats().num_drafter_faults == 0
+
+
+def test_a_step_in_which_something_is_looked_up_is_laid_out_by_the_host(homes: dict[str, Home]) -> None:
+    served, plain = (Served(homes["good"], lookup=True, on_device=on_device) for on_device in (True, False))
+    laid_out: list[int] = []
+    launch = served.target.launch_scheduled
+
+    def counted(batch: Any) -> None:
+        laid_out.append(len(served.scheduler.seen))
+        launch(batch)
+
+    served.target.launch_scheduled = counted  # type: ignore[method-assign]
+    prompts = [[7, 8, 9, 10] * 4, [5, 6, 30, 31], [3, 44]]
+    params = [{"max_tokens": 40}, {"max_tokens": 40, "temperature": 0.8, "seed": 1}, {"max_tokens": 30}]
+    assert served.answers(prompts, params) == plain.answers(prompts, params)
+    assert_equal_steps(served.scheduler.seen, plain.scheduler.seen)
+    looked_up = [
+        step.confidence_logits is not None and bool(np.isnan(step.confidence_logits).any())
+        for step in served.scheduler.seen
+    ]
+    assert any(looked_up) and laid_out and not any(looked_up[at] for at in laid_out)
+
+
+def test_nothing_is_laid_out_before_two_steps_have_drafted_and_when_a_block_is_looked_at_as_a_whole(
+    homes: dict[str, Home],
+) -> None:
+    served = Served(homes["good"])
+    budget = served.scheduler.budget
+    known: list[int | None] = []
+
+    def kept(num_drafts: np.ndarray) -> int | None:
+        known.append(budget(num_drafts))
+        return known[-1]
+
+    served.scheduler.budget = kept  # type: ignore[method-assign]
+    calibrator = served.scheduler.calibrator
+    assert calibrator is not None
+    calibrator.deepest_starved = lambda: 3  # type: ignore[method-assign]
+    served.answers([[3, 1, 4]] * 2, [{"max_tokens": 56}, {"max_tokens": 56, "temperature": 1.0, "seed": 1}])
+    assert known[:2] == [None, None] and known[2] is not None
+    assert len(known) > 30 and known[2:].count(None) == (len(known) >= 64)
+
+
+def test_budgets_are_what_the_host_keeps(homes: dict[str, Home]) -> None:
+    served = Served(homes["good"], on_device=False)
+    verify_len, told = served.scheduler.verify_len, 0
+
+    def checked(**given: Any) -> Any:
+        nonlocal told
+        budget = served.scheduler.budget(given["num_drafts"])
+        found = verify_len(**given)
+        if budget is not None and given["num_drafts"].any():
+            told += 1
+            assert found.sum() == budget
+        return found
+
+    served.scheduler.verify_len = checked  # type: ignore[method-assign]
+    served.answers()
+    assert told > 8
+
+
+def test_without_pages_for_all_drafts_the_host_cuts_them(homes: dict[str, Home]) -> None:
+    few = replace(LIMITS, num_pages=14)
+    served, plain = (Served(homes["good"], limits=few, on_device=on_device) for on_device in (True, False))
+    assert served.answers(PROMPTS[:6], PARAMS[:6]) == plain.answers(PROMPTS[:6], PARAMS[:6])
+    assert served.engine.stats().num_preemptions > 0
+
+
+def test_a_drafter_that_cannot_be_started_costs_its_drafts_alone(homes: dict[str, Home]) -> None:
+    served, plain = (Served(homes["good"], on_device=on_device) for on_device in (True, False))
+    executor: Any = served.drafter.executor
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    executor.launch = fail
+    prompts, params = PROMPTS[:3], PARAMS[:3]
+    assert served.answers(prompts, params) == plain.answers(prompts, params)
+    assert served.engine.stats().num_drafter_faults > 0
+
+
+def test_auto_is_lagged_where_a_gpu_lays_out_its_passes(homes: dict[str, Home]) -> None:
+    home = homes["good"]
+
+    def target() -> Any:
+        device = torch.device("cpu")
+        return pair_on(
+            device, home.target, home.drafter, dtype="float32", shapes=SHAPES, page_size=PAGE
+        ).target
+
+    for policy, on_gpu, served, schedules in (
+        ("auto", True, "lagged", True),
+        ("lagged", False, "lagged", True),
+        ("auto", False, "auto", False),
+        ("prefix", True, "prefix", False),
+    ):
+        one = target()
+        assert (served_policy(one, policy, on_gpu=on_gpu), one.schedules) == (served, schedules)
+    assert served_policy(object(), "auto", on_gpu=True) == "auto"

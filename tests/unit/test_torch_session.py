@@ -12,6 +12,7 @@ import pytest
 import torch
 from dspark.config import load_serve_config
 from dspark.drafters.checkpoint import load_drafter_checkpoint
+from dspark.drafters.ngram import NgramDrafter
 from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.errors import CapacityError, ConfigError, EngineError
@@ -195,6 +196,38 @@ def test_answers_of_an_engine_are_those_of_plain_torch(home: Home) -> None:
     assert mine == theirs
     assert engine.stats().num_drafter_faults == 0 and engine.stats().num_accepted_tokens > 0
     assert home.log.count("capture") == captured, "nothing is captured while it serves"
+
+
+def test_looked_up_drafts_are_verified_where_the_logits_are(home: Home) -> None:
+    limits = EngineLimits(
+        max_batch_size=4, max_context_len=64, max_step_tokens=8, num_pages=48, page_size=PAGE
+    )
+    shapes = replace(SHAPES, graph_tokens=0)
+    target, none = pair_on(
+        torch.device("cpu"), home.target, None, dtype="float32", shapes=shapes, page_size=PAGE
+    )
+    assert none is None and target.longest_chain and not target.schedules
+    target.allocate_cache(num_pages=limits.num_pages, page_size=PAGE)
+    verified, run_verified = [], target.forward_verified
+
+    def counted(batch: Any, verify: Any) -> Any:
+        verified.append(int(verify.row_start[-1]))
+        return run_verified(batch, verify)
+
+    target.forward_verified = counted  # type: ignore[method-assign]
+    scheduler = make_scheduler("fixed:3", block_size=4, has_confidence=False)
+    engine = Engine(target=target, drafter=NgramDrafter(block_size=4), scheduler=scheduler, limits=limits)
+    plain = make_engine(home.folder / "target", page_size=PAGE)
+    prompts = [[3, 1, 4, 1, 5] * 3, [9, 2]]
+    params = [{}, {"temperature": 0.8, "seed": 5}]
+    mine, theirs = (
+        answers(
+            one, [make_request(p, max_tokens=30, **more) for p, more in zip(prompts, params, strict=True)]
+        )
+        for one in (engine, plain)
+    )
+    assert mine == theirs
+    assert engine.stats().num_accepted_tokens > 0 and len(verified) > 5
 
 
 def test_target_and_drafter_hold_one_table(home: Home) -> None:

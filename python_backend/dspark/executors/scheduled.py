@@ -13,7 +13,14 @@ from dspark.drafters.device_draws import BlockDraws, SampledBlock
 from dspark.executors.interface import DraftBatch, Float32, Int32, StepBatch, TargetOutput
 from dspark.executors.verifying import VerifyBatch
 
-__all__ = ["BlockLauncher", "PassScheduler", "ScheduledBatch", "ScheduledPass", "StartedBlock"]
+__all__ = [
+    "BlockLauncher",
+    "PassScheduler",
+    "ScheduledBatch",
+    "ScheduledPass",
+    "StartedBlock",
+    "served_policy",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +80,20 @@ class PassScheduler(Protocol):
 
     def collect_scheduled(self) -> ScheduledPass:
         """Wait for what was started."""
+
+
+def served_policy(target: object, policy: str, *, on_gpu: bool) -> str:
+    """Return the policy that is served, and tell the target whether passes are to be laid out by it.
+
+    `auto` is `lagged` on a GPU whose target can: the only rule that knows a step's budget before its drafts, so that
+    no step waits in the middle. Everywhere else it is itself.
+
+    Arguments:
+        target: its cache is not allocated yet.
+        policy: the setting.
+    """
+    if not isinstance(target, PassScheduler):
+        return policy
+    served = "lagged" if policy == "auto" and on_gpu and target.schedules else policy
+    target.schedules = target.schedules and served == "lagged"
+    return served
