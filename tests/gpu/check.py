@@ -17,7 +17,7 @@ NO_GPU = 77
 _GRACE = 20.0  # seconds beyond a section's own, for what is under way; then it is ended
 _AT_LAST = 30.0  # seconds of a run for the last section's grace, and the summary
 _LEAST = 5.0  # seconds; a section with less is left out
-_NAMES = ("kernels", "driver", "timings", "executor", "serving", "engine")
+_NAMES = ("kernels", "driver", "timings", "executor", "serving", "scheduled", "engine")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -28,6 +28,7 @@ from gpu.cases import Case, awkward_cases, load_case, moved
 from gpu.decode import PAGE, greedy
 from gpu.device import capture, measure_speed, seconds_of
 from gpu.results import Check, Results, Timing
+from gpu.scheduled import compare_scheduled
 
 __all__ = ["SECTIONS", "difference"]
 
@@ -317,6 +318,51 @@ def serving(results: Results, time_left: TimeLeft) -> None:
     )
 
 
+def scheduled(results: Results, time_left: TimeLeft) -> None:
+    """Steps that wait once, over the shipped pair on this GPU: what the host would have laid out, and their seconds."""
+    from dspark.drafters.checkpoint import load_drafter_checkpoint
+    from dspark.engine.admission import EngineLimits
+    from dspark.executors.tensorrt_loading import engine_shapes
+    from dspark.executors.torch_cuda import pair_on
+
+    if not _MODEL.exists():
+        results.left_out.append(f"scheduled: {_MODEL.name} is not in models/ (make setup puts it there)")
+        return
+    checkpoint = load_target(_MODEL)
+    drafter = load_drafter_checkpoint(str(_DRAFTER), target=checkpoint.config)
+    limits = EngineLimits(
+        max_batch_size=8, max_context_len=256, max_step_tokens=64, num_pages=160, page_size=PAGE
+    )
+    for graph_tokens, kind in ((0, "eager"), (64, "graphs")):
+        if time_left() < 0:
+            results.left_out.append(f"scheduled from {kind} on: no time left")
+            return
+        shapes = engine_shapes(
+            max_sequences=limits.max_batch_size,
+            max_step_tokens=limits.max_step_tokens,
+            max_context_len=limits.max_context_len,
+            page_size=PAGE,
+            block_size=drafter.config.block_size,
+        )
+        pair = pair_on(
+            torch.device(_DEVICE),
+            checkpoint,
+            drafter,
+            dtype="float32",
+            shapes=replace(shapes, graph_tokens=graph_tokens),
+            page_size=PAGE,
+        )
+        compare_scheduled(
+            results,
+            "scheduled",
+            pair,
+            _PROMPTS * 2,
+            what=f"SmolLM2-135M, torch, fp32, {kind}",
+            limits=limits,
+            num_tokens=48,
+        )
+
+
 def engine(results: Results, time_left: TimeLeft) -> None:
     """Engines of a tiny pair build, load and give the torch executor's answers, plain and speculative."""
     from dspark_build.cli import main
@@ -353,6 +399,29 @@ def engine(results: Results, time_left: TimeLeft) -> None:
         results.checks.append(Check("engine", "builds for this GPU", status == 0, f"status {status}"))
         if not status:
             _served(results, home, executor="tensorrt", engine=str(home / "engine"))
+            _scheduled_engine(results, home)
+
+
+def _scheduled_engine(results: Results, home: Path) -> None:
+    """Compare passes that the engines in `home` lay out with those that the host does."""
+    from dspark.drafters.checkpoint import load_drafter_checkpoint
+    from dspark.engine.admission import EngineLimits
+    from dspark.executors.tensorrt_loading import built_engine, load_engine_pair
+
+    target = load_target(home / "target")
+    pair = load_engine_pair(
+        home / "engine",
+        target=target,
+        drafter=load_drafter_checkpoint(home / "drafter", target=target.config),
+        page_size=PAGE,
+        shapes=built_engine(home / "engine").shapes,
+    )
+    limits = EngineLimits(
+        max_batch_size=4, max_context_len=256, max_step_tokens=64, num_pages=64, page_size=PAGE
+    )
+    compare_scheduled(
+        results, "engine", pair, _PROMPTS, what="tiny pair, tensorrt", limits=limits, num_tokens=24
+    )
 
 
 def _served(results: Results, home: Path, **settings: Any) -> None:
@@ -388,5 +457,6 @@ SECTIONS: dict[str, Callable[[Results, TimeLeft], None]] = {
     "timings": timings,
     "executor": executor,
     "serving": serving,
+    "scheduled": scheduled,
     "engine": engine,
 }

@@ -198,7 +198,8 @@ def test_what_the_gpu_is_asked_for_runs_and_holds_on_the_cpu(
     results = Results(machine={})
     sections.executor(results, lambda: 100.0)
     sections.serving(results, lambda: 100.0)
+    sections.scheduled(results, lambda: 100.0)
     sections._served(results, tmp_path, executor="torch")
     assert not [check for check in results.checks if not check.passed], results.text()
-    assert len(results.checks) == 3 * 4 + 1 + 3 * 4 and len(results.timings) == 3 + 2 + 3
+    assert len(results.checks) == 3 * 4 + 1 + 2 * 3 + 3 * 4 and len(results.timings) == 3 + 2 + 2 * 2 + 3
     assert not results.left_out
