@@ -59,7 +59,8 @@ class ServeConfig:
         drafter; for tensorrt_llm a YAML file of its LLM arguments (parallelism).
     device: `cpu`, `cuda` (the first GPU) or `cuda:N`, for the executors torch and tensorrt; `auto` = the first GPU for
         tensorrt, the CPU for the others. tensorrt_llm takes what CUDA_VISIBLE_DEVICES leaves.
-    policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`.
+    policy: how many drafts are verified: `auto`, `none`, `fixed:K`, `threshold:P`, `prefix`, `lagged`; on a GPU that
+        lays out its passes `auto` is `lagged`.
     capacity: what a step costs: a file of `dspark-build profile`, `auto` (capacity.json beside model.yaml where it
         is of this set-up, else measured once, in seconds, and kept), or `none` (learnt while serving).
     calibration: temperatures of the confidences: a file of `dspark-build calibrate`, `auto` (calibration.json in
