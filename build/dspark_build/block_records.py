@@ -17,7 +17,7 @@ from dspark.calibration.sts import (
     survival_labels,
 )
 from dspark.errors import ConfigError
-from dspark.request import StepRecord
+from dspark.request import Request, RequestOutput, SamplingParams, StepRecord
 
 __all__ = ["Asked", "BlockRecords", "CalibrationScore", "SpeculativeRun", "collect_steps"]
 
@@ -153,44 +153,24 @@ def decode(
     """
     from dspark.config import ServeConfig
     from dspark.generate import complete_all
-    from dspark.request import Request, SamplingParams
     from dspark.runtime import build_engine
 
-    settings = ServeConfig(
-        target=target,
-        drafter=drafter,
-        dtype=dtype,
-        drafter_dtype=drafter_dtype,
-        executor=executor,
-        max_batch_size=batch,
-        num_threads=threads,
-        rule="block",
-        policy="fixed:0",
-        calibration="none",  # what is measured here; that of another drafter may lie in its folder
-    )
     block_size = _block_size(target, drafter)
-    engine = build_engine(replace(settings, policy=f"fixed:{block_size}"))
-    done = 0
-
-    def count(output: object) -> None:
-        nonlocal done
-        if getattr(output, "final", False):
-            done += 1
-            if done % 20 == 0 or done == len(asked):
-                tell(f"decoded {done} of {len(asked)} prompts")
-
-    completions = complete_all(
-        engine,
-        [
-            Request(
-                prompt_ids=one.prompt_ids,
-                params=SamplingParams(max_tokens=max_tokens, temperature=one.temperature, seed=one.seed),
-                emit=count,
-                record_steps=True,
-            )
-            for one in asked
-        ],
+    engine = build_engine(
+        ServeConfig(
+            target=target,
+            drafter=drafter,
+            dtype=dtype,
+            drafter_dtype=drafter_dtype,
+            executor=executor,
+            max_batch_size=batch,
+            num_threads=threads,
+            rule="block",
+            policy=f"fixed:{block_size}",
+            calibration="none",  # what is measured here; that of another drafter may lie in its folder
+        )
     )
+    completions = complete_all(engine, _requests(asked, max_tokens=max_tokens, tell=tell))
     errors = [c.error for c in completions if c.error is not None]
     if errors:
         tell(f"{len(errors)} of {len(asked)} prompts failed, the first with: {errors[0]}")
@@ -202,6 +182,28 @@ def decode(
         num_failed=len(asked) - len(good),
         num_tokens=sum(len(c.token_ids) for _, c in good),
     )
+
+
+def _requests(asked: Sequence[Asked], *, max_tokens: int, tell: Callable[[str], None]) -> list[Request]:
+    """Return what the engine is asked, with steps recorded; every twentieth that ends is told."""
+    done = 0
+
+    def count(output: RequestOutput) -> None:
+        nonlocal done
+        if output.final:
+            done += 1
+            if done % 20 == 0 or done == len(asked):
+                tell(f"decoded {done} of {len(asked)} prompts")
+
+    return [
+        Request(
+            prompt_ids=one.prompt_ids,
+            params=SamplingParams(max_tokens=max_tokens, temperature=one.temperature, seed=one.seed),
+            emit=count,
+            record_steps=True,
+        )
+        for one in asked
+    ]
 
 
 def _block_size(target: str, drafter: str) -> int:
