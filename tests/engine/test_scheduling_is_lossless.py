@@ -43,6 +43,9 @@ class NaiveScheduler(LoadAwareScheduler):
     ) -> int:
         return int(np.argmax(rates_of(survival, seconds, num_sequences=num_sequences)))
 
+    def _verify_len_alone(self, *_: object) -> None:
+        """Let the choice above decide for single sequences as well."""
+
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
         """Draft whole blocks: the counterexample needs both tokens in sight."""
         wanted = super().draft_len(sequence_ids=sequence_ids, caps=caps, prefill_tokens=prefill_tokens)

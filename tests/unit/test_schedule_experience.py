@@ -65,19 +65,30 @@ def test_comparisons_become_rare() -> None:
 def test_plain_times_are_the_median_of_recent_steps_of_that_size() -> None:
     times = StepTimes()
     for step, step_s in enumerate((0.010, 0.500, 0.011)):
-        assert times.plain_s(step, num_sequences=4) is None
-        times.observe_plain(step, num_sequences=4, step_s=step_s)
-    assert times.plain_s(3, num_sequences=4) == 0.011
-    assert times.plain_s(3, num_sequences=5) is None
-    assert times.plain_s(3000, num_sequences=4) is None
+        assert times.plain_s(step, num_sequences=4, pace=1.0) is None
+        times.observe_plain(step, num_sequences=4, step_s=step_s, pace=1.0)
+    assert times.plain_s(3, num_sequences=4, pace=1.0) == 0.011
+    assert times.plain_s(3, num_sequences=5, pace=1.0) is None
+    assert times.plain_s(3000, num_sequences=4, pace=1.0) is None
+
+
+def test_times_of_a_faster_machine_count_for_one_that_has_become_slower() -> None:
+    times = StepTimes()
+    for step in range(3):
+        times.observe_plain(step, num_sequences=4, step_s=0.010, pace=0.8)
+        taken = DraftedStep(rows=8, num_blocks=4, step_s=0.020)
+        times.observe_drafted(step, num_sequences=4, taken=taken, pace=0.8)
+    assert times.plain_s(3, num_sequences=4, pace=1.6) == pytest.approx(0.020)
+    error = times.drafted_error(3, num_sequences=4, foreseen_s=lambda taken: 0.005 * taken.rows, pace=1.6)
+    assert error == pytest.approx(1.0)
 
 
 def test_drafted_times_are_compared_with_what_is_foreseen_now() -> None:
     times = StepTimes()
     for step in range(8):
         taken = DraftedStep(rows=4 + step, num_blocks=4, step_s=0.002 * (4 + step))
-        times.observe_drafted(step, num_sequences=4, taken=taken)
-    common = {"num_sequences": 4, "foreseen_s": lambda taken: 0.001 * taken.rows}
+        times.observe_drafted(step, num_sequences=4, taken=taken, pace=1.0)
+    common = {"pace": 1.0, "num_sequences": 4, "foreseen_s": lambda taken: 0.001 * taken.rows}
     assert times.drafted_error(8, **common) == pytest.approx(2.0)  # type: ignore[arg-type]
     assert times.drafted_error(3000, **common) is None  # type: ignore[arg-type]
 

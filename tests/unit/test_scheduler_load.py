@@ -12,6 +12,7 @@ from dspark.drafters.interface import DraftBlock
 from dspark.errors import ConfigError
 from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.interface import Scheduler, StepObservation
+from dspark.scheduling.load_aware import LoadAwareScheduler
 from dspark.scheduling.scheduler import make_scheduler
 from support.decoding import decode
 from support.traffic import Kind
@@ -499,7 +500,41 @@ def test_what_was_looked_up_says_nothing_of_what_the_drafter_is_worth() -> None:
     planner = scheduler._planner  # type: ignore[attr-defined]
     assert planner.knows_nothing and planner.decay == 0.8
     serve_step(scheduler, [2.0] * G, cap=G)
+    scheduler._read()  # type: ignore[attr-defined]
     assert not planner.knows_nothing and planner.decay != 0.8
+
+
+@pytest.mark.parametrize("kind", [CODE, CHAT, POOR], ids=["code", "chat", "poor"])
+def test_a_single_sequence_is_served_alike_by_the_short_way_and_the_general_one(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    def served() -> tuple[float, float, float]:
+        scheduler = make_scheduler(
+            "auto",
+            block_size=G,
+            has_confidence=True,
+            cost_model=CostModel(curve(dear)),
+            calibrator=OnlineCalibrator(block_size=G),
+        )
+        shared: dict[str, Any] = {"steps": 400, "block_size": G, "verify_s": verify_s, "draft_s": dear}
+        outcome = decode(scheduler, [kind], lifetime=60, **shared)
+        return outcome.tokens, outcome.verify_len, outcome.drafted
+
+    short = served()
+    monkeypatch.setattr(LoadAwareScheduler, "_draft_len_alone", lambda *_: None)
+    monkeypatch.setattr(LoadAwareScheduler, "_verify_len_alone", lambda *_: None)
+    assert served() == short
+
+
+def test_a_newcomer_is_not_drafted_while_plain_steps_are_measured() -> None:
+    scheduler = make_scheduler("auto", block_size=G, has_confidence=True, cost_model=CostModel(curve(dear)))
+    serve_step(scheduler, [3.0] * G, cap=G)
+    planner = scheduler._planner  # type: ignore[attr-defined]
+    planner._plans[0].compared, planner._plans[0].holds = True, 100
+    scheduler.release(3)
+    assert scheduler.draft_len(
+        sequence_ids=np.array([4]), caps=np.full(1, G, np.int32), prefill_tokens=0
+    ).tolist() == [0]
 
 
 def test_a_plan_costs_nothing_in_most_steps(monkeypatch: pytest.MonkeyPatch) -> None:

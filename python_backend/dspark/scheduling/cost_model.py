@@ -253,6 +253,11 @@ class CostModel:
             return np.asarray(seconds + np.maximum(extra, 0.0))
         return seconds + max(fixed, 0.0)
 
+    @property
+    def pace(self) -> float:
+        """How much slower than its curve the machine is now; relative to the first steps where none was measured."""
+        return self._verify.factor
+
     def rise_error(self, rows: int, more: int) -> float:
         """Return one deviation of the error of a pass over `rows` + `more`, relative, if one over `rows` is right."""
         return self._verify.ratio_error(rows, rows + more)
@@ -330,7 +335,9 @@ class CostModel:
                 self._errors.append(abs(expected - took) / took)
 
     def _times_of(self, step: StepObservation) -> _Times:
-        num_blocks = int(np.count_nonzero(step.num_drafts)) if step.num_blocks is None else step.num_blocks
+        num_blocks = step.num_blocks
+        if num_blocks is None:
+            num_blocks = int(np.count_nonzero(step.num_drafts))
         verify_s = step.step_s - step.draft_s if step.step_s > 0.0 else step.verify_s
         if not (step.target_tokens > 0 and _is_time(verify_s)):
             verify_s = 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,11 +42,11 @@ _PROBED, _PROBE_SHARE = (
 _KNOWN_WAIT = 16  # first wait of a newcomer when there is experience with others
 _MANY = 2048  # candidates beyond which one remembered block of each sequence is enough
 _PLAIN = 32  # candidates up to which plans are made in plain numbers
-_GATHERED = 64  # steps, or blocks, that are learnt from at the latest
 _DECAY_SHARE = 0.02  # of a new block in the usual ratio
 _DEEPER = 2  # drafts more after a block that was verified whole
 # Steps that a plan which drafts nothing holds once it was found again and again for more than a few sequences.
 _LONGEST_IDLE, _FEW = 64, 8
+_LONGEST_CLEAR = 32  # likewise one that drafts, of more than one sequence, when each promised much
 _DOUBTED = (
     1.2  # times plain decoding: what promises less is compared more often with steps that draft nothing
 )
@@ -69,6 +70,23 @@ class _Plan:
     promise: float = math.inf  # times plain decoding
     plain_s: float = 0.0  # of a step that drafts nothing
     num_idle: int = 0  # plans in a row that drafted nothing
+    num_clear: int = 0  # plans in a row that promised so much that little can change them
+    compared: bool = False  # it holds while steps without drafts are compared, whatever was decided
+
+    @property
+    def drafts_newcomers(self) -> bool:
+        return self.newcomers and not self.compared
+
+
+class _Question(NamedTuple):
+    """Who of a batch is worth drafting?"""
+
+    rows: list[int]  # [R]
+    caps: list[int]  # [R] most drafts
+    counted: list[bool]  # [R] who is asked about
+    verify_s: list[float]  # [>= R*G + 1] of the target pass with 0, 1, ... drafts
+    draft_s: Float64  # [>= number asked about] of drafting 1, 2, ... blocks
+    margin: float  # what drafting must promise, in times plain decoding
 
 
 class DraftPlanner:
@@ -102,27 +120,22 @@ class DraftPlanner:
         self._looked_up: list[bool] = []  # by row: the last block was
         self._skipped: list[int] = []  # by row: steps since it was drafted
         self._wait: list[int] = []  # by row: steps until the next probe
-        self._num_steps = 0
+        self.num_steps = 0
         self._planned_at = 0
         self._probe_credit_s = 0.0
         self._probe_dearer = 2.0  # what a probe cost in the end, in times of its drafting
-        self._probe_s = 0.0  # drafting of the probe in this step
+        self.probe_s = 0.0  # drafting of the probe in this step; whoever observes the step sets it back
         self._experience: dict[int, Experience] = {}  # by twice the logarithm of the number of sequences
         self._times = StepTimes()
-        # What steps showed, until it is asked for: behind a pass that emptied the caches every further line costs.
-        self._blocks: list[tuple[int, list[float], int, int]] = []  # row, survivals, drafts, reach
-        self._steps: list[tuple[int, float, StepObservation]] = []  # number, drafting of a probe, step
         self.decay = 0.8  # usual ratio of a_{k+1} to a_k
 
     @property
     def knows_nothing(self) -> bool:
         """Whether no rated block was ever remembered."""
-        self._remember()
         return self._has_confidence and self._memory.num_all == 0
 
     def reset(self, rows: list[int], num_rows: int) -> None:
         """Start anew for sequences that were just given these rows."""
-        self._remember()
         self._memory.reset(rows, num_rows)
         missing = num_rows - len(self._depth)
         self._skipped += [0] * missing
@@ -130,9 +143,9 @@ class DraftPlanner:
         self._depth += [self._block_size] * missing
         self._looked_up += [False] * missing
         for plan in self._plans:
-            plan.drafts += [plan.newcomers] * missing
+            plan.drafts += [plan.drafts_newcomers] * missing
             for row in rows:
-                plan.drafts[row] = plan.newcomers
+                plan.drafts[row] = plan.drafts_newcomers
         known = self._memory.num_all >= SurvivalMemory.ALL
         for row in rows:
             self._depth[row], self._looked_up[row] = self._block_size, False
@@ -142,25 +155,50 @@ class DraftPlanner:
 
     def plan_is_due(self, num_eligible: int, prefill_tokens: int) -> bool:
         """Say that a step begins; return whether `replan` must come before `wanted`."""
-        self._num_steps += 1
+        self.num_steps += 1
+        if prefill_tokens and self._plan_is_for_both(num_eligible):
+            return False
         plan = self._plans[prefill_tokens > 0]
         changed = abs(num_eligible - plan.num_eligible)
-        return self._num_steps - plan.made_at >= plan.holds or _CHANGED * changed > plan.num_eligible
+        return self.num_steps - plan.made_at >= plan.holds or _CHANGED * changed > plan.num_eligible
+
+    def _plan_is_for_both(self, num_eligible: int) -> bool:
+        """Return whether what holds without prompts holds beside them: drafting promises much, and few have left."""
+        plan = self._plans[0]
+        return (
+            plan.promising
+            and plan.num_drafted > 0
+            and 2 * abs(num_eligible - plan.num_eligible) <= plan.num_eligible
+            and self.num_steps - plan.made_at <= _FRESH
+        )
+
+    def wanted_alone(self, row: int, cap: int) -> int | None:
+        """Begin a step of a single sequence beside no prompts; return what `wanted` gives, None where a plan is due.
+
+        In the latter case no step has begun. Few lines: they run behind a pass that emptied the caches.
+        """
+        plan, number = self._plans[0], self.num_steps + 1
+        if number - plan.made_at >= plan.holds or plan.num_eligible != 1:
+            return None
+        self.num_steps = number
+        if not plan.drafts[row]:
+            return 0
+        depth = self._depth[row]
+        return depth if depth < cap and self._has_confidence else cap
 
     def wanted(self, rows: list[int], caps: list[int], *, prefill_tokens: int, whole: bool) -> list[int]:
         """Return the drafts to ask for [R] by the plan that holds; `whole` asks for whole blocks."""
-        drafts, depth = self._plans[prefill_tokens > 0].drafts, self._depth
+        beside = prefill_tokens and not self._plan_is_for_both(len(caps) - caps.count(0))
+        drafts, depth = self._plans[1 if beside else 0].drafts, self._depth
         if whole or not self._has_confidence:
             return [cap if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
         return [min(cap, depth[row]) if drafts[row] else 0 for row, cap in zip(rows, caps, strict=True)]
 
     def replan(self, rows: list[int], caps: list[int], *, prefill_tokens: int) -> list[int]:
         """Make a plan; return the indices into the batch of those that this step drafts to see what it gives."""
-        self._remember()
-        self._count()
         plan = self._plans[prefill_tokens > 0]
         if not plan.promising:  # now it counts what the last steps took
-            self._costs.learn()
+            self._costs.model.flush()
         counted = self._counted(rows, caps)
         draft_s = self._costs.model.draft_s_range(sum(counted))
         _, verify_s = self._costs.seconds(
@@ -177,20 +215,19 @@ class DraftPlanner:
         else:
             plain_s, flattered = self._flattered(len(rows), plain_s)
             margin = self._margin(len(rows), prefill_tokens) * flattered
-            drafted, gain = self._worth(rows, caps, counted, verify_s, draft_s, margin)
+            asked = _Question(rows, caps, counted, verify_s, draft_s, margin)
+            drafted, gain = self._worth(asked)
             gain /= flattered
             if prefill_tokens:
                 drafted = self._also_without_prompts(rows, drafted)
-            holds = self._holds(plan, any(drafted), gain, len(rows))
+            holds = self._holds(plan, any(drafted), gain, len(rows), everyone=drafted == counted)
         plan.promising, plan.promise = gain >= _DOUBTED, gain
         plan.plain_s, plan.num_sequences = plain_s, len(rows)
-        compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
-        if compared:
-            drafted, holds = [False] * len(rows), PLAIN_STEPS
-        self._begin(plan, rows, counted, drafted, holds=holds, num_eligible=len(caps) - caps.count(0))
-        passed, self._planned_at = self._num_steps - self._planned_at, self._num_steps
-        if compared:
-            plan.num_drafted = 1  # what was found stands, and goes on being demanded less of
+        plan.compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
+        plan.holds = PLAIN_STEPS if plan.compared else holds
+        self._begin(plan, rows, counted, drafted, num_eligible=len(caps) - caps.count(0))
+        passed, self._planned_at = self.num_steps - self._planned_at, self.num_steps
+        if plan.compared:
             return []
         return self._probed(rows, counted, drafted, draft_s, verify_s[0], passed)
 
@@ -211,7 +248,8 @@ class DraftPlanner:
         That is where such steps are foreseen too long and those that draft are not: an error that they share, as
         when the machine has become faster, changes no choice.
         """
-        plain_s = self._times.plain_s(self._num_steps, num_sequences=num_sequences)
+        pace = self._costs.model.pace
+        plain_s = self._times.plain_s(self.num_steps, num_sequences=num_sequences, pace=pace)
         if plain_s is None:
             return foreseen_s, 1.0
         if plain_s >= foreseen_s:
@@ -223,23 +261,30 @@ class DraftPlanner:
             verify_s = model.verify_s(taken.rows, 1, num_sequences=num_sequences, context_tokens=context)
             return float(verify_s[0]) + model.draft_s(taken.num_blocks)
 
-        error = self._times.drafted_error(self._num_steps, num_sequences=num_sequences, foreseen_s=step_s)
+        error = self._times.drafted_error(
+            self.num_steps, num_sequences=num_sequences, foreseen_s=step_s, pace=pace
+        )
         return plain_s, 1.0 if error is None else max(foreseen_s / plain_s * error, 1.0)
 
     def _also_without_prompts(self, rows: list[int], drafted: list[bool]) -> list[bool]:
         """Leave out whom steps without prompts do not draft: rows are no cheaper beside prompts."""
         plan = self._plans[0]
         other_size = _CHANGED * abs(plan.num_sequences - len(rows)) > plan.num_sequences
-        if not plan.made_at or other_size or self._num_steps - plan.made_at > max(plan.holds, _FRESH):
+        if not plan.made_at or other_size or self.num_steps - plan.made_at > max(plan.holds, _FRESH):
             return drafted
         return [chosen and plan.drafts[row] for row, chosen in zip(rows, drafted, strict=True)]
 
-    def _holds(self, plan: _Plan, drafts: bool, gain: float, num_sequences: int) -> int:
+    def _holds(self, plan: _Plan, drafts: bool, gain: float, num_sequences: int, *, everyone: bool) -> int:
         """Return for how many steps a plan holds."""
         alone = num_sequences == 1
         if drafts:
             plan.num_idle = 0
-            return _EVERY_IDLE if alone and gain >= _DOUBTED else _EVERY
+            plan.num_clear = plan.num_clear + 1 if gain >= _DOUBTED and everyone else 0
+            if not plan.num_clear:
+                return _EVERY
+            steps, most = (_EVERY_IDLE, _LONGEST_IDLE) if alone else (_EVERY, _LONGEST_CLEAR)
+            return min(steps << (plan.num_clear // 2), most)
+        plan.num_clear = 0
         if alone:
             return _EVERY_ALONE
         plan.num_idle += 1
@@ -256,7 +301,7 @@ class DraftPlanner:
     def _is_compared(self, drafted: list[bool], gain: float) -> bool:
         experience = self._experience_of(len(drafted))
         if any(drafted):
-            return experience.comparison_is_due(self._num_steps, clear=gain >= _DOUBTED)
+            return experience.comparison_is_due(self.num_steps, clear=gain >= _DOUBTED)
         experience.idle()
         return False
 
@@ -277,74 +322,58 @@ class DraftPlanner:
         counted: list[bool],
         drafted: list[bool],
         *,
-        holds: int,
         num_eligible: int,
     ) -> None:
-        plan.made_at, plan.holds, plan.num_eligible = self._num_steps, holds, num_eligible
+        """Start a plan; what was found stands while it is compared, and goes on being demanded less of."""
+        plan.made_at, plan.num_eligible = self.num_steps, num_eligible
         plan.num_drafted = sum(drafted)
-        if holds != PLAIN_STEPS or len(rows) == 1:  # a comparison says nothing of newcomers
-            plan.newcomers = 2 * plan.num_drafted > sum(counted)
+        plan.newcomers = 2 * plan.num_drafted > sum(counted)
         for row, chosen, asked in zip(rows, drafted, counted, strict=True):
-            plan.drafts[row] = chosen or not asked  # `settle` takes it back once it is looked up no more
+            # `settle` takes the latter back once it is looked up no more
+            plan.drafts[row] = (chosen and not plan.compared) or not asked
 
-    def _worth(
-        self,
-        rows: list[int],
-        caps: list[int],
-        counted: list[bool],
-        verify_s: list[float],
-        draft_s: Float64,
-        margin: float,
-    ) -> tuple[list[bool], float]:
+    def _worth(self, asked: _Question) -> tuple[list[bool], float]:
         """Return who is worth drafting [R], and how many times plain decoding that promises."""
-        num_sequences = len(rows)
-        if num_sequences > 1 and num_sequences * self._block_size > _PLAIN:
-            return self._worth_of_many(rows, caps, counted, verify_s, draft_s, margin)
+        rows = asked.rows
+        if len(rows) > 1 and len(rows) * self._block_size > _PLAIN:
+            return self._worth_of_many(asked)
         if self._has_confidence:
             blocks = self._memory.blocks(rows)
-            blocks = [[one[:cap] for one in of_one] for of_one, cap in zip(blocks, caps, strict=True)]
+            blocks = [[one[:cap] for one in of_one] for of_one, cap in zip(blocks, asked.caps, strict=True)]
         else:
-            survival = survival_of(self._stats.confidence(np.array(rows, np.int64)), np.array(caps, np.int32))
-            blocks = [[of_one] for of_one in survival.tolist()]
-        if num_sequences > 1:
+            confidence = self._stats.confidence(np.array(rows, np.int64))
+            blocks = [[of_one] for of_one in survival_of(confidence, np.array(asked.caps, np.int32)).tolist()]
+        if len(rows) > 1:
             return plan_few(
                 blocks,
-                counted,
-                verify_s=verify_s,
-                draft_s=draft_s.tolist(),
+                asked.counted,
+                verify_s=asked.verify_s,
+                draft_s=asked.draft_s.tolist(),
                 early_stop=self._early_stop,
-                margin=margin,
+                margin=asked.margin,
             )
         gain = drafting_gain(
-            blocks[0], verify_s=verify_s, draft_s=float(draft_s[0]), early_stop=self._early_stop
+            blocks[0], verify_s=asked.verify_s, draft_s=float(asked.draft_s[0]), early_stop=self._early_stop
         )
-        return [gain > margin], gain
+        return [gain > asked.margin], gain
 
-    def _worth_of_many(
-        self,
-        rows: list[int],
-        caps: list[int],
-        counted: list[bool],
-        verify_s: list[float],
-        draft_s: Float64,
-        margin: float,
-    ) -> tuple[list[bool], float]:
+    def _worth_of_many(self, asked: _Question) -> tuple[list[bool], float]:
         """Return `_worth` by way of arrays."""
-        num_sequences, at_most = len(rows), np.array(caps, np.int32)
+        num_sequences, at_most = len(asked.rows), np.array(asked.caps, np.int32)
         if self._has_confidence:
             many = num_sequences * self._block_size > _MANY
-            samples = self._memory.samples(rows, num=1 if many else SurvivalMemory.OWN)
+            samples = self._memory.samples(asked.rows, num=1 if many else SurvivalMemory.OWN)
             samples = samples * (np.arange(self._block_size, dtype=np.int32) < at_most[:, None])
         else:
-            samples = survival_of(self._stats.confidence(np.array(rows, np.int64)), at_most)[None]
+            samples = survival_of(self._stats.confidence(np.array(asked.rows, np.int64)), at_most)[None]
         drafted, gain = plan_drafting(
             samples,
-            np.array(counted, np.bool_),
+            np.array(asked.counted, np.bool_),
             num_sequences=num_sequences,
-            verify_s=np.array(verify_s),
-            draft_s=draft_s,
+            verify_s=np.array(asked.verify_s),
+            draft_s=asked.draft_s,
             early_stop=self._early_stop,
-            margin=margin,
+            margin=asked.margin,
         )
         return drafted.tolist(), gain
 
@@ -384,7 +413,7 @@ class DraftPlanner:
         if cost_s > self._probe_credit_s:
             return []
         self._probe_credit_s -= cost_s * self._probe_dearer
-        self._probe_s = 0.0 if num else cost_s
+        self.probe_s = 0.0 if num else cost_s
         for index in due:
             wait[rows[index]] = min(2 * wait[rows[index]], longest_wait)
             skipped[rows[index]] = 0
@@ -392,92 +421,102 @@ class DraftPlanner:
 
     # -- after the step --------------------------------------------------------------------------------------------
 
-    def observe(self, step: StepObservation) -> None:
-        """Take a step that is over; steps with prompts say nothing here."""
-        if not step.prefill_tokens:
-            self._steps.append((self._num_steps, self._probe_s, step))
-            if len(self._steps) >= _GATHERED:
-                self._count()
-        self._probe_s = 0.0
+    def observe(self, step: StepObservation, *, number: int, probe_s: float) -> None:
+        """Count what a step that is over gave against what its plan promised; called before the plan is replaced.
 
-    def _count(self) -> None:
-        """Count what the last steps gave against what their plan promised; called before it is replaced."""
-        steps, self._steps = self._steps, []
+        Steps with prompts say nothing here.
+
+        Arguments:
+            number: of the step, `num_steps` in it.
+            probe_s: likewise.
+        """
+        num_sequences, step_s = len(step.sequence_ids), step.step_s or step.draft_s + step.verify_s
+        if step.prefill_tokens or not 0.0 < step_s < math.inf:
+            return
+        drafts = step.num_drafts.tolist()
+        num_blocks = num_sequences - drafts.count(0)
+        if not num_blocks:
+            pace = self._costs.model.pace
+            self._times.observe_plain(number, num_sequences=num_sequences, step_s=step_s, pace=pace)
+            return
+        run = num_blocks if step.num_blocks is None else step.num_blocks
+        taken = DraftedStep(step.target_tokens, run, step_s)
+        self._times.observe_drafted(
+            number, num_sequences=num_sequences, taken=taken, pace=self._costs.model.pace
+        )
         plan = self._plans[0]
-        for number, probe_s, step in steps:
-            num_sequences, step_s = len(step.sequence_ids), step.step_s or step.draft_s + step.verify_s
-            num_blocks = int(np.count_nonzero(step.num_drafts))
-            if not 0.0 < step_s < math.inf:
-                continue
-            if not num_blocks:
-                self._times.observe_plain(number, num_sequences=num_sequences, step_s=step_s)
-                continue
-            run = num_blocks if step.num_blocks is None else step.num_blocks
-            taken = DraftedStep(step.target_tokens, run, step_s)
-            self._times.observe_drafted(number, num_sequences=num_sequences, taken=taken)
-            if plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
-                continue  # not what was planned, or some were looked up
-            if probe_s:
-                gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
-                dearer = (step_s - plan.plain_s - gained_s) / probe_s
-                self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
-            elif plan.num_drafted and math.isfinite(plan.promise):
-                self._experience_of(num_sequences).drafted(
-                    promise=plan.promise,
-                    num_tokens=num_sequences + int(step.accepted.sum()),
-                    num_sequences=num_sequences,
-                    step_s=step_s,
-                    plain_s=plan.plain_s,
-                )
+        if plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
+            return  # not what was planned, or some were looked up
+        if probe_s:
+            gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
+            dearer = (step_s - plan.plain_s - gained_s) / probe_s
+            self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
+        elif plan.num_drafted and not plan.compared and math.isfinite(plan.promise):
+            self._experience_of(num_sequences).drafted(
+                promise=plan.promise,
+                num_tokens=num_sequences + int(step.accepted.sum()),
+                num_sequences=num_sequences,
+                step_s=step_s,
+                plain_s=plan.plain_s,
+            )
 
     def settle(
+        self,
+        rows: list[int],
+        num_drafts: list[int],
+        verify_len: list[int],
+        looked_up: list[bool] | None,
+    ) -> None:
+        """Choose the depth of the next blocks after a step that is over: none of its drafts can be chosen any more.
+
+        The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step
+        of the sequential head. A block that was verified whole was too short. One that was looked up cost no step and
+        tells nothing of what the drafter's blocks are worth.
+        """
+        depth, was_looked_up = self._depth, self._looked_up
+        for index, row in enumerate(rows):
+            drafts = num_drafts[index]
+            if not drafts:
+                continue
+            if looked_up is not None and looked_up[index]:
+                was_looked_up[row], depth[row] = True, self._block_size
+                continue
+            if was_looked_up[row]:
+                was_looked_up[row] = False
+                for plan in self._plans:
+                    plan.drafts[row] = plan.drafts_newcomers
+            verified = verify_len[index]
+            deep = drafts + _DEEPER if verified >= drafts else verified + 1
+            depth[row] = deep if deep < self._block_size else self._block_size
+
+    def remember(
         self,
         rows: list[int],
         survival: list[list[float]],
         *,
         num_drafts: list[int],
-        verify_len: list[int],
         looked_up: list[bool] | None,
         reach: int,
     ) -> None:
-        """Keep what a step showed that is over: none of its drafts can be chosen any more.
-
-        The next block of a sequence is as deep as this one was worth verifying and one more: every draft is a step
-        of the sequential head. A block that was verified whole was too short. One that was looked up cost no step and
-        tells nothing of what the drafter's blocks are worth.
+        """Keep what the blocks of a step were worth.
 
         Arguments:
             survival: [R] lists of up to G, 0 where a block ends.
             reach: drafts of the longest blocks of this kind: nothing is taken to lie behind them.
         """
-        for index, (row, drafts, verified) in enumerate(zip(rows, num_drafts, verify_len, strict=True)):
-            if not drafts:
-                continue
-            was_looked_up = self._looked_up[row]
-            self._looked_up[row] = looked_up is not None and looked_up[index]
-            if was_looked_up and not self._looked_up[row]:
-                for plan in self._plans:
-                    plan.drafts[row] = plan.newcomers
-            if self._looked_up[row]:
-                self._depth[row] = self._block_size
-                continue
-            self._depth[row] = min(drafts + _DEEPER if verified >= drafts else verified + 1, self._block_size)
-            self._blocks.append((row, survival[index], drafts, reach))
-        if len(self._blocks) >= _GATHERED:
-            self._remember()
-
-    def _remember(self) -> None:
-        """Take in the blocks that were only gathered so far."""
-        if not self._blocks:
-            return
-        blocks, self._blocks = self._blocks, []
         first = later = 0.0
-        for row, survival, drafts, reach in blocks:
-            block = survival_beyond(survival, num_drafts=drafts, reach=reach, block_size=self._block_size)
+        num = 0
+        for index, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True)):
+            if not drafts or (looked_up is not None and looked_up[index]):
+                continue
+            block = survival_beyond(
+                survival[index], num_drafts=drafts, reach=reach, block_size=self._block_size
+            )
             self._memory.observe(row, block)
             total = sum(block)
             first += total - block[-1]
             later += total - block[0]
+            num += 1
         if first > 0.0:
-            share = 1.0 - (1.0 - _DECAY_SHARE) ** len(blocks)
+            share = 1.0 - (1.0 - _DECAY_SHARE) ** num
             self.decay += share * (later / first - self.decay)

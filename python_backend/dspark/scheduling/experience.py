@@ -111,28 +111,36 @@ class DraftedStep(NamedTuple):
 
 
 class StepTimes:
-    """What the last steps without prompts took, by the number of sequences: those that drafted nothing, and others."""
+    """What the last steps without prompts took, by the number of sequences: those that drafted nothing, and others.
+
+    Steps that lie far apart are compared, so times are kept in those of the machine's pace (seconds over what they
+    would be on the machine of the curve): one that has become slower since then has not made drafting better.
+    """
 
     def __init__(self) -> None:
         self._plain: dict[int, deque[tuple[int, float]]] = {}
         self._drafted: dict[int, deque[tuple[int, DraftedStep]]] = {}
 
-    def observe_plain(self, step: int, *, num_sequences: int, step_s: float) -> None:
-        """Take the time of a step of this number that drafted nothing."""
-        self._plain.setdefault(num_sequences, deque(maxlen=_KEPT)).append((step, step_s))
+    def observe_plain(self, step: int, *, num_sequences: int, step_s: float, pace: float) -> None:
+        """Take the time of a step of this number that drafted nothing, at this pace."""
+        self._plain.setdefault(num_sequences, deque(maxlen=_KEPT)).append((step, step_s / pace))
 
-    def observe_drafted(self, step: int, *, num_sequences: int, taken: DraftedStep) -> None:
-        """Take a step of this number that drafted."""
+    def observe_drafted(self, step: int, *, num_sequences: int, taken: DraftedStep, pace: float) -> None:
+        """Take a step of this number that drafted, at this pace."""
+        taken = taken._replace(step_s=taken.step_s / pace)
         self._drafted.setdefault(num_sequences, deque(maxlen=_KEPT)).append((step, taken))
 
-    def plain_s(self, step: int, *, num_sequences: int) -> float | None:
-        """Return the median of the last ones that drafted nothing; None where too few are known or they are old."""
+    def plain_s(self, step: int, *, num_sequences: int, pace: float) -> float | None:
+        """Return the median of the last that drafted nothing at this pace; None if too few are known or all are old."""
         seconds = [step_s for at, step_s in self._plain.get(num_sequences, ()) if step - at <= _OLD]
-        return median(seconds) if len(seconds) >= _LEAST else None
+        return pace * median(seconds) if len(seconds) >= _LEAST else None
 
     def drafted_error(
-        self, step: int, *, num_sequences: int, foreseen_s: Callable[[DraftedStep], float]
+        self, step: int, *, num_sequences: int, foreseen_s: Callable[[DraftedStep], float], pace: float
     ) -> float | None:
-        """Return the median of seconds over those foreseen of the last ones that drafted; None as `plain_s`."""
+        """Return the median of seconds, at this pace, over those foreseen of the last ones that drafted.
+
+        None as `plain_s`.
+        """
         known = [taken for at, taken in self._drafted.get(num_sequences, ()) if step - at <= _OLD]
-        return median(t.step_s / foreseen_s(t) for t in known) if len(known) >= _LEAST else None
+        return pace * median(t.step_s / foreseen_s(t) for t in known) if len(known) >= _LEAST else None

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -49,12 +51,16 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of 
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 _PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
 _FEW = 512  # candidates up to which they are where it comes to choosing
-_GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what is gathered before it is learnt from
+_GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what the calibrator is told of at once
+_UNREAD_STEPS, _UNREAD_S = 64, 0.4  # steps that are only kept until they are read, and seconds of them
 
 
 # What a step chose by, until it is over: rows [R], survivals [R] of up to G, which blocks were looked up [R] (None = no
 # block was), and the drafts of the longest blocks of this kind.
-_Choice = tuple[list[int], list[list[float]], Bool | None, int]
+_Choice = tuple[list[int], list[list[float]], list[bool] | None, int]
+
+# A step that is over and was not learnt from yet: its number, seconds of drafting a probe, what it showed.
+_Unread = tuple[int, float, StepObservation, _Choice | None]
 
 
 class LoadAwareScheduler:
@@ -93,8 +99,16 @@ class LoadAwareScheduler:
         self._rows_seen: tuple[Int, list[int]] | None = None  # ids and rows of this step
         self._ids_seen: list[int] | None = None  # of the last step
         self._same_rows: list[int] = []  # of them
+        self._new_rows: list[
+            int
+        ] = []  # of sequences that came, and have nothing in `_stats`, `_silent` and `_wait` yet
         self._stats = AcceptanceStats(block_size)
         self._costs = StepCosts(cost_model)
+        self._ones = [
+            np.array([num], np.int32) for num in range(block_size + 1)
+        ]  # lengths of a single sequence
+        for lengths in self._ones:
+            lengths.flags.writeable = False
         self._planner = DraftPlanner(
             block_size=block_size,
             has_confidence=has_confidence,
@@ -108,29 +122,56 @@ class LoadAwareScheduler:
         self._num_steps = 0  # that drafted
         self._choice: _Choice | None = None  # of this step
         self._num_asked = 0  # drafts that this step asked for
-        self._gathered: list[StepObservation] = []
+        self._unread: list[_Unread] = []
+        self._unread_s = 0.0  # seconds of them
+        self._num_remembered = 0  # of them whose blocks were remembered
+        self._drafted = False  # in this step
+        self._gathered: list[StepObservation] = []  # for the calibrator
         self._num_gathered = 0  # rows of them
 
     # -- before drafting -----------------------------------------------------------------------------------
 
     def draft_len(self, *, sequence_ids: Int, caps: Int32, prefill_tokens: int) -> Int32:
-        self._costs.next_step()
+        self._costs.age += 1
+        alone = self._draft_len_alone(sequence_ids, caps) if len(caps) == 1 and not prefill_tokens else None
+        if alone is not None:
+            return alone
         most = caps.tolist()
         num_eligible = len(most) - most.count(0)
         self._num_asked = 0
         if not num_eligible:
-            return np.zeros_like(caps)
+            return self._lengths(most)
         rows = self._rows_of(sequence_ids)
+        planner = self._planner
         probed: list[int] = []
-        if self._planner.plan_is_due(num_eligible, prefill_tokens):
-            probed = self._planner.replan(rows, most, prefill_tokens=prefill_tokens)
+        if planner.plan_is_due(num_eligible, prefill_tokens):
+            self._read()
+            if not self._has_confidence:
+                self._begin_rows()
+            probed = planner.replan(rows, most, prefill_tokens=prefill_tokens)
         num_steps = self._num_steps + 1
         whole = not num_steps % _LOOK_EVERY and self._look_is_due(num_steps)
-        wanted = self._planner.wanted(rows, most, prefill_tokens=prefill_tokens, whole=whole)
+        wanted = planner.wanted(rows, most, prefill_tokens=prefill_tokens, whole=whole)
         for index in probed:
             wanted[index] = most[index]
         self._num_asked = sum(wanted)
-        return np.array(wanted, np.int32)
+        return self._lengths(wanted)
+
+    def _draft_len_alone(self, sequence_ids: Int, caps: Int32) -> Int32 | None:
+        """Return the drafts to ask for where nothing but a single sequence goes on by its plan, else None."""
+        if [sequence_ids.item()] != self._ids_seen or not (self._num_steps + 1) % _LOOK_EVERY:
+            return None
+        cap: int = caps.item()
+        num = self._planner.wanted_alone(self._same_rows[0], cap) if cap else None
+        if num is None:
+            return None
+        self._rows_seen = (sequence_ids, self._same_rows)
+        self._num_asked = num
+        return self._ones[num]
+
+    def _lengths(self, lengths: list[int]) -> Int32:
+        """Return lengths [R] as an array; that of a single sequence is not to be written to."""
+        return self._ones[lengths[0]] if len(lengths) == 1 else np.array(lengths, np.int32)
 
     # -- after drafting ------------------------------------------------------------------------------------
 
@@ -146,11 +187,16 @@ class LoadAwareScheduler:
     ) -> Int32:
         self._num_steps += 1
         self._choice = None
+        if len(num_drafts) == 1 and confidence_logits is not None and not prefill_tokens and self._sees_ahead:
+            alone = self._verify_len_alone(sequence_ids, confidence_logits, num_drafts, sampled)
+            if alone is not None:
+                return alone
         drafts = num_drafts.tolist()
         # By what was asked for: where a block ended early its own drafts ended it, and they must not be seen here.
         most, self._num_asked = max(sum(drafts), self._num_asked), 0
         if not any(drafts):
-            return np.zeros_like(num_drafts)
+            return self._lengths(drafts)
+        self._drafted = True
         rows = self._rows_of(sequence_ids)
         logits = _few_rated(confidence_logits)
         if logits is not None:
@@ -160,6 +206,59 @@ class LoadAwareScheduler:
             if self._num_steps % _LOOK_EVERY:
                 return verify_len
             return self._look_deeper(verify_len, num_drafts, altered)
+        return self._verify_mixed(
+            rows, confidence_logits, num_drafts, sampled, altered, most=most, prefill_tokens=prefill_tokens
+        )
+
+    def _verify_len_alone(
+        self, sequence_ids: Int, confidence_logits: Float32, num_drafts: Int32, sampled: Kinds
+    ) -> Int32 | None:
+        """Return verify_len [1] of a rated block of a single sequence beside no prompts, None where it is not that."""
+        [logits] = confidence_logits.tolist()
+        first, num = logits[0], num_drafts.item()
+        if (
+            first != first
+            or not num
+            or not self._num_steps % _LOOK_EVERY
+            or self._num_asked > self._block_size
+        ):
+            return None
+        kind = sampled.item()
+        most, self._num_asked = max(num, self._num_asked), 0
+        if num < len(logits):
+            logits = logits[:num]
+        calibrator = self.calibrator
+        if calibrator is None:
+            values = self._confidence_of_one(logits, sampled=kind)
+        else:
+            values = calibrator.confidence_of_one(logits, sampled=kind)
+        survival = list(accumulate(values, mul))
+        reach = self._block_size if kind == RATED else self._chain_len
+        self._choice = (self._rows_of(sequence_ids), [survival], None, reach)
+        self._drafted = True
+        return self._ones[
+            lookahead_len(
+                survival,
+                self._costs.alone(self._block_size + 1),
+                decay=self._planner.decay,
+                max_ahead=self._block_size,
+                num_sizes=most + 1,
+            )
+        ]
+
+    def _verify_mixed(
+        self,
+        rows: list[int],
+        confidence_logits: Float32 | None,
+        num_drafts: Int32,
+        sampled: Kinds,
+        altered: Bool,
+        *,
+        most: int,
+        prefill_tokens: int,
+    ) -> Int32:
+        """Return verify_len [R] of many blocks, or of some that nothing rated; by way of arrays."""
+        drafts = num_drafts.tolist()
         looked_up = None if confidence_logits is None else _looked_up(confidence_logits, num_drafts)
         survival = survival_of(self._confidence(rows, confidence_logits, looked_up, sampled), num_drafts)
         drafted = num_drafts > 0 if looked_up is None else (num_drafts > 0) & ~looked_up
@@ -174,7 +273,7 @@ class LoadAwareScheduler:
         if confidence_logits is None:
             return self._spend_on_silent(verify_len, rows, num_drafts)
         reach = self._block_size if sampled[0] == RATED else self._chain_len
-        self._choice = (rows, survival.tolist(), looked_up, reach)
+        self._choice = (rows, survival.tolist(), None if looked_up is None else looked_up.tolist(), reach)
         nothing = np.int32(0)
         if looked_up is not None:
             verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
@@ -213,29 +312,32 @@ class LoadAwareScheduler:
     ) -> Int32:
         """Return verify_len [R] of rated blocks; no arrays."""
         num_sequences = len(rows)
-        num_blocks = 1 if num_sequences == 1 else num_sequences - num_drafts.count(0)
+        num_blocks = num_sequences - num_drafts.count(0)
         seconds = self._asked(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)[1]
         if len(seconds) > most + 1:
             seconds = seconds[: most + 1]
-        survival = [
-            self._survival_of_one(of_one[:num] if num < len(of_one) else of_one, kind)
-            for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True)
-        ]
-        self._choice = (rows, survival, None, self._block_size if sampled[0] == RATED else self._chain_len)
+        confidence_of_one = (
+            self._confidence_of_one if self.calibrator is None else self.calibrator.confidence_of_one
+        )
+        survival = []
+        for of_one, num, kind in zip(logits, num_drafts, sampled, strict=True):
+            values = confidence_of_one(of_one if num == len(of_one) else of_one[:num], sampled=kind)
+            survival.append(list(accumulate(values, mul)))
+        reach = self._block_size if sampled[0] == RATED else self._chain_len
+        self._choice = (rows, survival, None, reach)
         if num_sequences == 1:
-            return np.array([self._num_of_few(survival[0], seconds, 1, 1)], np.int32)
+            return self._ones[self._num_of_few(survival[0], seconds, 1, 1)]
         return self._ranked_few(survival, seconds, num_blocks)
 
     def _ranked_few(self, survival: list[list[float]], seconds: list[float], num_blocks: int) -> Int32:
-        """Return verify_len [R] of some blocks whose survivals [R] of up to G are above 0."""
+        """Return verify_len [R] of some blocks with these survivals [R] of up to G."""
         num_sequences = len(survival)
-        ranked = sorted(
-            [
-                (-value, position * num_sequences + sequence)
-                for sequence, of_one in enumerate(survival)
-                for position, value in enumerate(of_one)
-            ]
-        )
+        ranked = [
+            (-value, position * num_sequences + sequence)  # of equals the one that comes earlier in its block
+            for sequence, of_one in enumerate(survival)
+            for position, value in enumerate(of_one)
+        ]
+        ranked.sort()
         num = self._num_of_few([-value for value, _ in ranked], seconds, num_sequences, num_blocks)
         verify_len = [0] * num_sequences
         for _, index in ranked[:num]:
@@ -250,23 +352,15 @@ class LoadAwareScheduler:
         num = self._num_of_few(ranked[order].tolist(), seconds, num_sequences, num_blocks)
         return np.bincount(order[:num] % num_sequences, minlength=num_sequences).astype(np.int32)
 
-    def _survival_of_one(self, logits: list[float], sampled: int) -> list[float]:
-        """Return the survivals above 0 of one block."""
-        if self.calibrator is not None:
-            values = self.calibrator.confidence_of_one(logits, sampled=sampled)
-        else:
-            values = [0.5 * (1.0 + math.tanh(0.5 * value)) for value in logits]
-        survival, product = [], 1.0
-        for confidence in values:
-            product *= confidence
-            if not product > 0.0:
-                break
-            survival.append(product)
-        return survival
+    @staticmethod
+    def _confidence_of_one(logits: list[float], *, sampled: int) -> list[float]:  # noqa: ARG004
+        """Return c_k of one block as the drafter tells it."""
+        return [0.5 * (1.0 + math.tanh(0.5 * value)) for value in logits]
 
     def _confidence(
         self, rows: list[int], logits: Float32 | None, looked_up: Bool | None, sampled: Kinds
     ) -> Float64:
+        self._begin_rows()
         if logits is None:
             return self._stats.confidence(np.array(rows, np.int64))
         if self.calibrator is not None:
@@ -343,6 +437,7 @@ class LoadAwareScheduler:
 
     def _spend_on_silent(self, verify_len: Int32, rows: list[int], num_drafts: Int32) -> Int32:
         """Verify one draft now and then of sequences of which nothing was heard for long."""
+        self._begin_rows()
         silent = (num_drafts > 0) & (verify_len == 0)
         if not silent.any():
             return verify_len
@@ -374,49 +469,59 @@ class LoadAwareScheduler:
         if len(drafted):
             at = drafted[(self._num_steps // _LOOK_EVERY) % len(drafted)]
             deepest = min(int(num_rated[at]), self.calibrator.deepest_starved())
+            verify_len = verify_len.copy()
             verify_len[at] = max(int(verify_len[at]), deepest)
         return verify_len
 
     # -- after the step ------------------------------------------------------------------------------------
 
     def observe(self, step: StepObservation) -> None:
-        self.cost_model.observe(step)
-        num_sequences = len(step.sequence_ids)
-        if not num_sequences:
-            return
-        self._costs.context_per_sequence = step.context_tokens / num_sequences
-        self._planner.observe(step)
         choice, self._choice = self._choice, None
-        if step.confidence_logits is None:
-            if step.num_drafts.any():
-                self._learn_outcomes(step, None)
-            return
-        looked_up: Bool | None
-        if choice is None:
-            looked_up = _looked_up(step.confidence_logits, step.num_drafts)
-        else:
-            rows, survival, looked_up, reach = choice
-            self._planner.settle(
-                rows,
-                survival,
-                num_drafts=step.num_drafts.tolist(),
-                verify_len=step.verify_len.tolist(),
-                looked_up=None if looked_up is None else looked_up.tolist(),
-                reach=reach,
-            )
-        if not self._has_confidence:  # trees are rated nevertheless
+        drafted, self._drafted = self._drafted, False
+        planner = self._planner
+        self._unread.append((planner.num_steps, planner.probe_s, step, choice))
+        planner.probe_s = 0.0
+        self._unread_s += step.step_s or step.verify_s
+        if choice is not None:
+            rows, _, looked_up, _ = choice
+            planner.settle(rows, step.num_drafts.tolist(), step.verify_len.tolist(), looked_up)
+            if looked_up is not None and self._has_confidence:
+                self._learn_outcomes(step, np.array(looked_up))
+        if drafted and (choice is None or not self._has_confidence):  # trees are rated whatever drafts them
             self._learn_outcomes(step, None)
-        elif looked_up is not None:
-            self._learn_outcomes(step, looked_up)
-        if self.calibrator is None:
-            return
-        self._gathered.append(step)
-        self._num_gathered += num_sequences
+        if len(self._unread) >= _UNREAD_STEPS or self._unread_s >= _UNREAD_S:
+            self._read()
+
+    def _read(self) -> None:
+        """Learn from the steps that were only kept: costs, promises, what blocks are worth, calibration."""
+        self._remember()
+        unread, self._unread, self._unread_s, self._num_remembered = self._unread, [], 0.0, 0
+        for number, probe_s, step, choice in unread:
+            self.cost_model.observe(step)
+            num_sequences = len(step.sequence_ids)
+            if not num_sequences:
+                continue
+            self._costs.context_per_sequence = step.context_tokens / num_sequences
+            self._planner.observe(step, number=number, probe_s=probe_s)
+            if choice is not None and self.calibrator is not None:
+                self._gathered.append(step)
+                self._num_gathered += num_sequences
         if self._num_gathered >= _GATHERED_ROWS or len(self._gathered) >= _GATHERED_STEPS:
             self._learn()
 
+    def _remember(self) -> None:
+        """Remember the blocks of the steps that were only kept."""
+        for _, _, step, choice in self._unread[self._num_remembered :]:
+            if choice is not None:
+                rows, survival, looked_up, reach = choice
+                self._planner.remember(
+                    rows, survival, num_drafts=step.num_drafts.tolist(), looked_up=looked_up, reach=reach
+                )
+        self._num_remembered = len(self._unread)
+
     def _learn_outcomes(self, step: StepObservation, looked_up: Bool | None) -> None:
         """Count what became of drafts that nothing rated; how a block ended says much of the very next one."""
+        self._begin_rows()
         labels = acceptance_labels(step, block_size=self._block_size)
         if looked_up is not None:
             labels[~looked_up] = np.nan
@@ -439,6 +544,17 @@ class LoadAwareScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------
 
+    def _begin_rows(self) -> None:
+        """Start anew, before what nothing rated is looked at, for the sequences that came since then."""
+        new, self._new_rows = self._new_rows, []
+        if not new:
+            return
+        num_rows = self._rows.num_rows
+        self._stats.reset(new, num_rows)
+        self._silent, self._wait = grown(self._silent, num_rows), grown(self._wait, num_rows)
+        self._silent[new] = 0.0
+        self._wait[new] = _FIRST_WAIT
+
     def _rows_of(self, sequence_ids: Int) -> list[int]:
         if self._rows_seen is not None and self._rows_seen[0] is sequence_ids:
             return self._rows_seen[1]
@@ -449,12 +565,10 @@ class LoadAwareScheduler:
         rows, new = self._rows.rows(ids)
         self._ids_seen, self._same_rows = ids, rows
         if new:
+            self._remember()  # what is kept is of those who had these rows before
             num_rows = self._rows.num_rows
-            self._stats.reset(new, num_rows)
             self._planner.reset(new, num_rows)
-            self._silent, self._wait = grown(self._silent, num_rows), grown(self._wait, num_rows)
-            self._silent[new] = 0.0
-            self._wait[new] = _FIRST_WAIT
+            self._new_rows += new
         self._rows_seen = (sequence_ids, rows)
         return rows
 
@@ -465,7 +579,8 @@ def _few_rated(confidence_logits: Float32 | None) -> list[list[float]] | None:
         return None
     logits: list[list[float]] = confidence_logits.tolist()
     for of_one in logits:
-        if of_one[0] != of_one[0]:  # NaN: looked up
+        first = of_one[0]
+        if first != first:  # NaN: looked up
             return None
     return logits
 

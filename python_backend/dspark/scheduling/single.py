@@ -158,6 +158,7 @@ def lookahead_len(
     num_sequences: int = 1,
     decay: float,
     max_ahead: int,
+    num_sizes: int | None = None,
 ) -> int:
     """Return what `allocation.lookahead_num` gives, in one walk: few lines behind a pass that emptied the caches.
 
@@ -166,7 +167,9 @@ def lookahead_len(
         seconds: [N+1] of the step with 0 .. N drafts, N all drafts asked for.
         num_sequences: R.
         decay: usual ratio of one draft to the one before it: for R sequences the R-th root of that along a block.
+        num_sizes: entries of `seconds` that count; None = all.
     """
+    end = len(seconds) if num_sizes is None else num_sizes
     tokens = float(num_sequences)
     rate = tokens / seconds[0]
     num_stalls = 0
@@ -179,7 +182,7 @@ def lookahead_len(
             if num_stalls > MAX_STALLS:
                 return taken
             hoped_tokens, hoped = tokens + value, value
-            for size in range(taken + 2, min(taken + max_ahead + 1, len(seconds))):
+            for size in range(taken + 2, min(taken + max_ahead + 1, end)):
                 hoped *= decay
                 hoped_tokens += hoped
                 if hoped_tokens / seconds[size] > rate:

@@ -27,23 +27,16 @@ class StepCosts:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.context_per_sequence = 0.0  # cached tokens, mean of the last step
-        self._version, self._age, self._longest = -1, 0, _KEPT_STEPS
+        self.age = 0  # steps since answers were last made anew: whoever serves counts them
+        self._version, self._longest = -1, _KEPT_STEPS
+        self._alone: list[float] = []
         self._kept: dict[tuple[int, int, int, int], tuple[Float64, list[float]]] = {}
 
-    def next_step(self) -> None:
-        """Say that a step begins."""
-        self._age += 1
-        self._forget_old()
-
-    def learn(self) -> None:
-        """Take in the steps that the model has only gathered so far."""
-        self.model.flush()
-        self._forget_old()
-
-    def _forget_old(self) -> None:
-        if self._age >= self._longest or self._version != self.model.version:
-            self._version, self._age = self.model.version, 0
-            self._kept.clear()
+    def alone(self, count: int) -> list[float]:
+        """Return the seconds of a step that drafts for a single sequence and no more, with 0, 1, ... drafts [count]."""
+        if self.age >= self._longest or self._version != self.model.version or len(self._alone) != count:
+            self._alone = self.seconds(num_sequences=1, prefill_tokens=0, num_blocks=1, count=count)[1]
+        return self._alone
 
     def seconds(
         self, *, num_sequences: int, prefill_tokens: int, num_blocks: int, count: int
@@ -57,6 +50,10 @@ class StepCosts:
             num_sequences: R, decoding.
             num_blocks: blocks whose drafting is part of the step.
         """
+        if self.age >= self._longest or self._version != self.model.version:
+            self._version, self.age = self.model.version, 0
+            self._kept.clear()
+            self._alone = []
         key = (num_sequences, prefill_tokens, num_blocks, count)
         kept = self._kept.get(key)
         if kept is None:

@@ -16,7 +16,7 @@ __all__ = ["TreeChoice"]
 
 _ALONE, _TOGETHER = 1.05, 0.95  # tokens a second of trees over chains, before anything was seen
 _BELIEF = 64.0  # steps that this is worth
-_FADE = 0.995  # of what is known, with every step
+_FADE = 0.995  # of what is known of trees with every step that drafted them, and of chains likewise
 _TRIED_STEPS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024  # steps from one trial to the next
 
