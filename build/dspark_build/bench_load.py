@@ -17,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dspark.calibration.online import OnlineCalibrator
+from dspark.drafters.identity import drafter_identity
 from dspark.errors import ConfigError, DSparkError
 from dspark.request import Request, RequestOutput, SamplingParams
 from dspark.scheduling.cost_model import CostModel
@@ -29,12 +31,13 @@ from dspark.scheduling.scheduler import make_scheduler
 
 from dspark_build.bench_overhead import TimedScheduler, measure_overhead, overhead_table
 from dspark_build.bench_pair import BenchPair, load_pair
-from dspark_build.progress import ProgressLine, say
+from dspark_build.progress import ProgressLine, StopSignal, say
 
-__all__ = ["add_bench_load_arguments", "run_bench_load"]
+__all__ = ["Turn", "add_bench_load_arguments", "kept_turns", "run_bench_load", "save_turns"]
 
 POLICIES = "none,fixed:1,fixed:2,fixed:3,fixed:5,fixed:7,auto"
 _ANSWERS = {1: 3, 2: 2, 4: 2}  # of one run, for each of the N requests; else one
+_PEER_S, _PEER_ROUNDS = 90.0, 2  # that the peer is given
 _HALF = (4, 32)  # up to the first and from the second load on answers are half as long
 
 
@@ -66,7 +69,13 @@ def add_bench_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, default=Path("clients/prompts/eval.jsonl"))
     parser.add_argument("--loads", default="1,2,4,8,16,32,64", help="requests at a time (%(default)s)")
     parser.add_argument("--policies", default=POLICIES, help="%(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each policy (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="least turns of each policy (%(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=14.0,
+        help="of the whole sweep: more rounds are run while they last (%(default)g)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
     parser.add_argument("--threads", type=int, default=0, help="0 = one per core")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
@@ -79,50 +88,118 @@ def add_bench_load_arguments(parser: argparse.ArgumentParser) -> None:
 def run_bench_load(args: argparse.Namespace) -> int:
     """Run the sweep; a table on standard output, JSON and a picture beside it.
 
+    What was measured is saved after every round, so that an interrupted sweep keeps it.
+
     Raises:
         ConfigError: an option that cannot be used.
     """
     loads = [int(part) for part in args.loads.split(",") if part.isdigit()]
-    if not loads or min(loads) < 1 or args.rounds < 1:
-        raise ConfigError(f"--loads: got {args.loads!r}, allowed are whole numbers >= 1; --rounds at least 1")
+    if not loads or min(loads) < 1 or args.rounds < 1 or not args.minutes > 0.0:
+        raise ConfigError(
+            f"--loads, --rounds, --minutes: got {args.loads!r}, {args.rounds}, {args.minutes}; allowed are whole"
+            " numbers >= 1, at least 1, and above 0"
+        )
+    ends_s = time.monotonic() + 60.0 * args.minutes - (0.0 if args.no_peer else _PEER_S)
     pair = load_pair(args.target, args.drafter, threads=args.threads, max_batch_size=max(loads), tell=say)
     prompts = pair.prompts(args.prompts)
-    schedulers = {policy: _scheduler(policy, pair) for policy in args.policies.split(",")}
-    kept = json.loads(args.out.read_text())["turns"] if args.out.is_file() else []
-    turns = [Turn(**turn) for turn in kept if turn["load"] not in loads]
-    line = ProgressLine()
-    total, done = len(loads) * args.rounds * len(schedulers), 0
-    for load in loads:
-        for number in range(args.rounds):
-            order = list(schedulers)
-            for policy in order[number % len(order) :] + order[: number % len(order)]:
-                line.show(done / total, f"{load} at a time, round {number + 1}, {policy}", force=True)
-                turns.append(
-                    run_turn(
-                        pair, prompts, schedulers[policy], load, number, args.max_tokens, args.temperature
-                    )
-                )
-                done += 1
-    line.close()
-    peer = None if args.no_peer else _peer(args, pair, prompts)
     report = {
         "target": args.target,
         "drafter": pair.drafter_name,
+        "drafter_hash": drafter_identity(pair.drafter_name),
         "executor": pair.target.name,
         "dtype": pair.target.dtype,
         "temperature": args.temperature,
-        "peer_tokens_per_second": peer,
-        "turns": [asdict(turn) for turn in turns],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    turns = kept_turns(args.out, report, loads)
+    with StopSignal() as stopped:
+        _sweep(
+            args,
+            pair,
+            prompts,
+            loads,
+            turns,
+            ends_s=ends_s,
+            save=partial(save_turns, args.out, report),
+            stopped=stopped,
+        )
+        peer = None if args.no_peer or stopped() else _peer(args, pair, prompts)
+    report["peer_tokens_per_second"] = peer
+    save_turns(args.out, report, turns)
     print(table(turns))
     if peer is not None:
         for name, rate in peer.items():
             print(f"transformers, {name}, one request after the other: {rate:.1f} tokens/s")
         print(over_peer(turns, max(peer.values())))
     _draw(turns, args.out.with_suffix(".png"))
-    return 0
+    if stopped():
+        say("stopped early: the rounds that are missing were not run")
+    return int(stopped())
+
+
+def kept_turns(path: Path, report: dict[str, Any], loads: Sequence[int]) -> list[Turn]:
+    """Return turns of an earlier run on the same pair, of loads that are not run now."""
+    if not path.is_file():
+        return []
+    earlier = json.loads(path.read_text())
+    if any(earlier.get(name) != value for name, value in report.items()):
+        say(f"{path} is of another pair or temperature: it is replaced")
+        return []
+    return [Turn(**turn) for turn in earlier["turns"] if turn["load"] not in loads]
+
+
+def save_turns(path: Path, report: dict[str, Any], turns: Sequence[Turn]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    document = {**report, "turns": [asdict(turn) for turn in turns]}
+    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _sweep(
+    args: argparse.Namespace,
+    pair: BenchPair,
+    prompts: Sequence[tuple[int, ...]],
+    loads: Sequence[int],
+    turns: list[Turn],
+    *,
+    ends_s: float,
+    save: Callable[[Sequence[Turn]], None],
+    stopped: Callable[[], bool],
+) -> None:
+    """Run the rounds of every load: `--rounds` of them, and more where its share of the time is not over.
+
+    Arguments:
+        turns: those of this run are added, a whole round at a time.
+        ends_s: when all should be over, on time.monotonic()'s clock.
+    """
+    schedulers = {policy: _scheduler(policy, pair) for policy in args.policies.split(",")}
+    order, line = list(schedulers), ProgressLine()
+    for place, load in enumerate(loads):
+        began_s = time.monotonic()
+        share_s = max(ends_s - began_s, 0.0) / (len(loads) - place)
+        for number in count():
+            took_s = time.monotonic() - began_s
+            if number >= args.rounds and took_s * (number + 1) / number > share_s:
+                break
+            of_round = []
+            for policy in order[number % len(order) :] + order[: number % len(order)]:
+                line.show(
+                    (place + min(took_s / max(share_s, took_s, 1.0), 1.0)) / len(loads),
+                    f"{load} at a time, round {number + 1}, {policy}",
+                    force=True,
+                )
+                gc.collect()
+                of_round.append(
+                    run_turn(
+                        pair, prompts, schedulers[policy], load, number, args.max_tokens, args.temperature
+                    )
+                )
+                if stopped():
+                    line.close()
+                    return
+            turns += of_round
+            save(turns)
+    line.close()
 
 
 def _scheduler(policy: str, pair: BenchPair) -> TimedScheduler:
@@ -219,24 +296,54 @@ def _requests(
 
 
 def table(turns: Sequence[Turn]) -> str:
-    """Return medians in tokens/s, a row for each load, with what `auto` makes of the best and of none."""
+    """Return medians in tokens/s, a row for each load, with what `auto` makes of the best and of none.
+
+    Those two are medians of the ratios of single rounds: what a round met, its prompts and the machine's mood, it met
+    under all policies.
+    """
     policies = list(dict.fromkeys(turn.policy for turn in turns))
     lines = [
-        " load " + "".join(f"{policy:>10}" for policy in policies) + "  auto/best fixed  auto/none"
+        " load  rounds" + "".join(f"{policy:>10}" for policy in policies) + "  auto/best fixed  auto/none"
         "  of auto's step: policy  foreseen within"
     ]
-    for load in sorted({turn.load for turn in turns}):
+    loads = sorted({turn.load for turn in turns})
+    for load in loads:
         rates = {policy: median_rate(turns, load, policy) for policy in policies}
-        fixed = [rate for policy, rate in rates.items() if policy != "auto"]
-        line = f"{load:5d} " + "".join(f"{rates[policy]:10.1f}" for policy in policies)
-        if "auto" in rates and fixed:
-            line += f"{rates['auto'] / max(fixed):17.3f}"
-            line += f"{rates['auto'] / rates['none']:11.3f}" if "none" in rates else " " * 11
+        fixed = {policy: rate for policy, rate in rates.items() if policy != "auto" and rate == rate}
+        rounds = len({turn.round for turn in turns if turn.load == load})
+        line = f"{load:5d}{rounds:8d}" + "".join(f"{rates[policy]:10.1f}" for policy in policies)
+        if rates.get("auto", 0.0) > 0.0 and fixed:
+            best = max(fixed, key=lambda policy: fixed[policy])
+            line += f"{median_ratio(turns, load, 'auto', best):17.3f}"
+            line += f"{median_ratio(turns, load, 'auto', 'none'):11.3f}" if "none" in fixed else " " * 11
             mine = [turn for turn in turns if turn.load == load and turn.policy == "auto"]
             share = statistics.median(turn.scheduler_s / turn.step_s for turn in mine)
             line += f"{share:24.2%}{statistics.median(turn.cost_model_error for turn in mine):17.1%}"
         lines.append(line)
+    if "none" in policies:
+        lines.append(
+            "over none, geometric mean of all loads: "
+            + ", ".join(f"{policy} {over_none(turns, policy):.3f}" for policy in policies if policy != "none")
+        )
     return "\n".join(lines)
+
+
+def median_ratio(turns: Sequence[Turn], load: int, policy: str, other: str) -> float:
+    """Return the median over rounds of one policy's tokens/s over another's; NaN where they share no round."""
+    rate = {(t.policy, t.round): t.tokens_per_second for t in turns if t.load == load}
+    ratios = [
+        value / rate[other, number]
+        for (name, number), value in rate.items()
+        if name == policy and (other, number) in rate
+    ]
+    return statistics.median(ratios) if ratios else float("nan")
+
+
+def over_none(turns: Sequence[Turn], policy: str) -> float:
+    """Return the geometric mean, over the loads that a policy was run at, of its tokens/s over those of none."""
+    ratios = [median_ratio(turns, load, policy, "none") for load in sorted({turn.load for turn in turns})]
+    known = [ratio for ratio in ratios if ratio == ratio]
+    return statistics.geometric_mean(known) if known else float("nan")
 
 
 def over_peer(turns: Sequence[Turn], rate: float) -> str:
@@ -279,7 +386,7 @@ def _peer(
         },
     }
     rates: dict[str, list[float]] = {name: [] for name in modes}
-    for number in range(args.rounds):
+    for number in range(min(args.rounds, _PEER_ROUNDS)):
         for name, mode in modes.items():
             started, tokens = time.perf_counter(), 0
             for index in range(3):

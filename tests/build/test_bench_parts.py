@@ -8,7 +8,7 @@ import pytest
 from dspark.errors import DSparkError
 from dspark_build.bench import SECTIONS, main, ratios
 from dspark_build.bench_lines import Line, median, spread, table
-from dspark_build.bench_load import Turn, median_rate, over_peer
+from dspark_build.bench_load import Turn, kept_turns, median_rate, median_ratio, over_peer, save_turns
 from dspark_build.bench_load import table as load_table
 from dspark_build.bench_memory import MemoryReport, num_weights, short_prompts
 from dspark_build.bench_native import CONTEXT, PAGE_SIZE, pass_over, verdicts
@@ -134,10 +134,28 @@ def _turn(load: int, policy: str, rate: float, number: int = 0) -> Turn:
 def test_auto_is_held_against_the_best_of_the_others_and_against_none():
     turns = [_turn(4, "none", 10.0), _turn(4, "fixed:3", 20.0), _turn(4, "auto", 19.0)]
     random.Random(0).shuffle(turns)
-    last = load_table(turns).splitlines()[-1].split()
-    assert last[0] == "4"
+    *_, last, over_all = (line.split() for line in load_table(turns).splitlines())
+    assert last[:2] == ["4", "1"]
+    assert {"2.000", "1.900"} <= {word.rstrip(",") for word in over_all}
     assert last[-4:] == ["0.950", "1.900", "1.00%", "0.0%"]
     assert over_peer(turns, 2.0).endswith("4: 9.5")
+
+
+def test_rounds_are_compared_one_by_one_whatever_the_machine_did_in_them():
+    turns = [_turn(4, "none", 10.0 * slow, number) for number, slow in enumerate((1.0, 0.5, 2.0))]
+    turns += [
+        _turn(4, "auto", 10.0 * slow * gain, n) for n, (slow, gain) in enumerate(((1.0, 1.1), (0.5, 1.2)))
+    ]
+    assert median_ratio(turns, 4, "auto", "none") == pytest.approx(1.15)
+    assert median_ratio(turns, 8, "auto", "none") != median_ratio(turns, 8, "auto", "none")  # NaN: not run
+
+
+def test_turns_of_another_drafter_are_not_mixed_in(tmp_path):
+    path = tmp_path / "load.json"
+    save_turns(path, {"drafter_hash": "a"}, [_turn(4, "none", 10.0), _turn(8, "none", 20.0)])
+    assert [turn.load for turn in kept_turns(path, {"drafter_hash": "a"}, [4])] == [8]
+    assert kept_turns(path, {"drafter_hash": "b"}, [4]) == []
+    assert kept_turns(tmp_path / "none.json", {}, [4]) == []
 
 
 def test_a_policy_counts_with_the_median_of_its_turns():

@@ -69,6 +69,7 @@ class _Plan:
     num_drafted: int = 0
     promise: float = math.inf  # times plain decoding
     plain_s: float = 0.0  # of a step that drafts nothing
+    pace: float = 1.0  # of the machine, then
     num_idle: int = 0  # plans in a row that drafted nothing
     num_clear: int = 0  # plans in a row that promised so much that little can change them
     compared: bool = False  # it holds while steps without drafts are compared, whatever was decided
@@ -133,6 +134,11 @@ class DraftPlanner:
     def knows_nothing(self) -> bool:
         """Whether no rated block was ever remembered."""
         return self._has_confidence and self._memory.num_all == 0
+
+    @property
+    def promises_much(self) -> bool:
+        """Whether what single steps take can hardly change the plan."""
+        return self._plans[0].promising
 
     def reset(self, rows: list[int], num_rows: int) -> None:
         """Start anew for sequences that were just given these rows."""
@@ -222,7 +228,7 @@ class DraftPlanner:
                 drafted = self._also_without_prompts(rows, drafted)
             holds = self._holds(plan, any(drafted), gain, len(rows), everyone=drafted == counted)
         plan.promising, plan.promise = gain >= _DOUBTED, gain
-        plan.plain_s, plan.num_sequences = plain_s, len(rows)
+        plan.plain_s, plan.pace, plan.num_sequences = plain_s, self._costs.model.pace, len(rows)
         plan.compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
         plan.holds = PLAIN_STEPS if plan.compared else holds
         self._begin(plan, rows, counted, drafted, num_eligible=len(caps) - caps.count(0))
@@ -433,23 +439,21 @@ class DraftPlanner:
         num_sequences, step_s = len(step.sequence_ids), step.step_s or step.draft_s + step.verify_s
         if step.prefill_tokens or not 0.0 < step_s < math.inf:
             return
-        drafts = step.num_drafts.tolist()
+        pace, drafts = self._costs.model.pace, step.num_drafts.tolist()
         num_blocks = num_sequences - drafts.count(0)
         if not num_blocks:
-            pace = self._costs.model.pace
             self._times.observe_plain(number, num_sequences=num_sequences, step_s=step_s, pace=pace)
             return
         run = num_blocks if step.num_blocks is None else step.num_blocks
         taken = DraftedStep(step.target_tokens, run, step_s)
-        self._times.observe_drafted(
-            number, num_sequences=num_sequences, taken=taken, pace=self._costs.model.pace
-        )
+        self._times.observe_drafted(number, num_sequences=num_sequences, taken=taken, pace=pace)
         plan = self._plans[0]
         if plan.num_sequences != num_sequences or step.num_blocks not in (None, num_blocks):
             return  # not what was planned, or some were looked up
+        plain_s = plan.plain_s * pace / plan.pace  # a machine that has become slower is not the drafts' fault
         if probe_s:
-            gained_s = int(step.accepted.sum()) * plan.plain_s / num_sequences
-            dearer = (step_s - plan.plain_s - gained_s) / probe_s
+            gained_s = int(step.accepted.sum()) * plain_s / num_sequences
+            dearer = (step_s - plain_s - gained_s) / probe_s
             self._probe_dearer += 0.1 * (min(max(dearer, 0.5), 8.0) - self._probe_dearer)
         elif plan.num_drafted and not plan.compared and math.isfinite(plan.promise):
             self._experience_of(num_sequences).drafted(
@@ -457,7 +461,7 @@ class DraftPlanner:
                 num_tokens=num_sequences + int(step.accepted.sum()),
                 num_sequences=num_sequences,
                 step_s=step_s,
-                plain_s=plan.plain_s,
+                plain_s=plain_s,
             )
 
     def settle(

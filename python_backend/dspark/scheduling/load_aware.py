@@ -496,8 +496,11 @@ class LoadAwareScheduler:
         """Learn from the steps that were only kept: costs, promises, what blocks are worth, calibration."""
         self._remember()
         unread, self._unread, self._unread_s, self._num_remembered = self._unread, [], 0.0, 0
-        for number, probe_s, step, choice in unread:
+        for _, _, step, _ in unread:
             self.cost_model.observe(step)
+        if not self._planner.promises_much:  # what these steps took counts at the machine's pace in them
+            self.cost_model.flush()
+        for number, probe_s, step, choice in unread:
             num_sequences = len(step.sequence_ids)
             if not num_sequences:
                 continue
