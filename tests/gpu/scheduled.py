@@ -10,7 +10,7 @@ from dspark.engine.admission import EngineLimits
 from dspark.engine.engine import Engine
 from dspark.executors.tensorrt_loading import EnginePair
 from support.engines import answers, make_request
-from support.steady_lagged import SteadyLagged, assert_equal_steps
+from support.steady_lagged import SteadyLagged, assert_equal_steps, steady
 
 from gpu.results import Check, Results, Timing
 
@@ -51,7 +51,7 @@ def compare_scheduled(
     for where in ("device", "host"):
         target.schedules = where == "device"
         scheduler = SteadyLagged(block_size=drafter.block_size, calibrator=None)
-        engine = Engine(target=target, drafter=drafter, scheduler=scheduler, limits=limits)
+        engine = steady(Engine(target=target, drafter=drafter, scheduler=scheduler, limits=limits))
         requests = [
             make_request(prompt, max_tokens=num_tokens, **params[i % 2]) for i, prompt in enumerate(prompts)
         ]

@@ -23,7 +23,7 @@ from dspark.executors.tensorrt_loading import EnginePair, engine_shapes, load_en
 from dspark.executors.tensorrt_manifest import ExportedFile
 from dspark.models.loading import load_target
 from support.engines import make_request, run
-from support.steady_lagged import SteadyLagged, assert_equal_steps, bent_calibrator
+from support.steady_lagged import SteadyLagged, assert_equal_steps, bent_calibrator, steady
 from support.step_batches import ragged_step
 from support.tiny_drafters import write_tiny_drafter
 from support.tiny_models import write_tiny_target
@@ -242,7 +242,7 @@ def test_a_scheduled_step_is_started_as_a_whole_before_anybody_waits(
 
             executor.launch, target.collect_scheduled = started, collected  # type: ignore[method-assign]
         scheduler = SteadyLagged(block_size=4, calibrator=bent_calibrator(4))
-        engine = Engine(target=target, drafter=drafter, scheduler=scheduler, limits=limits)
+        engine = steady(Engine(target=target, drafter=drafter, scheduler=scheduler, limits=limits))
         requests = [
             make_request([4, 2], max_tokens=20),
             make_request([7], max_tokens=14, temperature=0.8, seed=3),

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 from dspark.calibration.online import OnlineCalibrator
+from dspark.engine.engine import Engine
 from dspark.scheduling.cost_model import CostCurve, CostModel
 from dspark.scheduling.interface import StepObservation
 from dspark.scheduling.load_aware import LoadAwareScheduler
 from dspark.scheduling.policy import parse_policy
 
-__all__ = ["SteadyLagged", "assert_equal_steps", "bent_calibrator"]
+__all__ = ["SteadyLagged", "assert_equal_steps", "bent_calibrator", "steady"]
 
 _MOST_ROWS = 64
 
@@ -45,6 +46,12 @@ class SteadyLagged(LoadAwareScheduler):
         self.seen.append(step)
         verify_s, draft_s = _verify_s(step.target_tokens), 0.02 if step.num_blocks else 0.0
         super().observe(replace(step, verify_s=verify_s, draft_s=draft_s, step_s=1.01 * (verify_s + draft_s)))
+
+
+def steady(engine: Engine) -> Engine:
+    """Return an engine whose prompts share passes with answers as no clock says."""
+    engine._prefill_budget.observe = lambda **_: None  # type: ignore[method-assign,assignment]
+    return engine
 
 
 def bent_calibrator(block_size: int) -> OnlineCalibrator:

@@ -8,6 +8,7 @@ class; it is recomputed later. The oldest sequence can always go on, so the pool
 from __future__ import annotations
 
 from bisect import insort
+from collections import abc
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -132,6 +133,17 @@ class Batcher:
             sequence.hold_pages(pages)
             capacity += len(pages) * self.pool.page_size
         return min(num_drafts, capacity)
+
+    def room_for_all_drafts(self, sequences: abc.Sequence[Sequence], num_drafts: abc.Sequence[int]) -> bool:
+        """Hold pages for anchors and all drafts of these sequences; False, and hold none, where there are too few."""
+        pages_for, missing = self.pool.pages_for, 0
+        for sequence, count in zip(sequences, num_drafts, strict=True):
+            missing += max(pages_for(len(sequence.token_ids) + count) - sequence.num_pages, 0)
+        if missing > self.pool.num_available:
+            return False
+        for sequence, count in zip(sequences, num_drafts, strict=True):
+            self.room_for_drafts(sequence, count)
+        return True
 
     def register_full_pages(self, sequence: Sequence) -> None:
         """Make every newly filled page findable for later prompts."""

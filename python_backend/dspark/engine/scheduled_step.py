@@ -75,7 +75,7 @@ class ScheduledSteps:
         self._as_it_is = _uncalibrated(self._block_size)
 
     def run(self, plan: StepPlan, clock: StepClock) -> ScheduledStep | None:
-        """Run a step; None leaves it to the host, and nothing was done but that pages are held.
+        """Run a step; None leaves it to the host, and nothing of it was done.
 
         Raises:
             EngineError: the device refuses.
@@ -93,7 +93,9 @@ class ScheduledSteps:
         if not num_blocks or 2 * num_blocks < len(wanted):  # blocks of the others would be drafted in vain
             return None
         budget = scheduler.budget(wanted)
-        if budget is None or not drafter.can_launch(inputs) or not self._hold_pages(plan, wanted.tolist()):
+        if budget is None or not drafter.can_launch(inputs):
+            return None
+        if not self._batcher.room_for_all_drafts(plan.decoding, wanted.tolist()):
             return None
         try:
             drafter.launch(inputs)
@@ -115,11 +117,6 @@ class ScheduledSteps:
         rows = build_step_rows(plan, block, verify_len, page_size=self._page_size)
         clock.scheduled()
         return ScheduledStep(block, rows, output)
-
-    def _hold_pages(self, plan: StepPlan, wanted: list[int]) -> bool:
-        """Hold pages for all drafts; return whether there are so many."""
-        room = self._batcher.room_for_drafts
-        return all(room(one, count) == count for one, count in zip(plan.decoding, wanted, strict=True))
 
     def _batch(self, plan: StepPlan, budget: int) -> ScheduledBatch:
         sequences = plan.sequences
