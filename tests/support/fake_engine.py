@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from dspark.engine.doors import Place
 from dspark.engine.stats import EngineStats
 from dspark.request import FinishReason, Request, RequestOutput, SpecMetrics, TokenLogProb
 
@@ -42,7 +44,10 @@ class FakeEngine:
     refuses: Exception | None = None
     requests: list[Request] = field(default_factory=list)
 
-    def submit(self, request: Request) -> int:
+    def hold_place(self) -> Place:
+        return Place(set(), threading.Lock())
+
+    def submit(self, request: Request, *, place: Place | None = None) -> int:  # noqa: ARG002
         if self.refuses is not None:
             raise self.refuses
         self.requests.append(request)

@@ -12,7 +12,6 @@ from dspark.errors import CapacityError, RequestError
 from dspark.sampling import grammar
 from dspark.sampling.grammar import try_guide
 from dspark.sampling.guide_trial import GuideTrial
-from dspark.serving import guides
 from dspark.serving.guides import GuideDesk
 
 # All of these must be found in one text. Each further one doubles what the library needs: twelve take seconds.
@@ -198,16 +197,37 @@ def test_whoever_waits_no_more_is_told_at_once_however_long_the_guides_before_ta
     assert told.empty() and late.empty(), "each is told once"
 
 
-def test_who_has_left_takes_no_place_among_those_who_wait(monkeypatch):
-    monkeypatch.setattr(guides, "_MOST_WAITING", 4)
-    may, late = threading.Event(), queue.SimpleQueue()
-    one = GuideDesk(lambda: lambda _kind, _guide: may.wait(60), limit_s=0.3)
+def test_who_waits_too_long_for_a_guide_is_told_so_and_the_next_one_is_served():
+    may, told = threading.Event(), queue.SimpleQueue()
+    one = GuideDesk(lambda: lambda _kind, guide: may.wait(60) and guide, limit_s=0.3, longest_wait_s=0.2)
+    for guide in ("first", "second", "third"):
+        one.submit("regex", guide, then=told.put, failed=told.put)
     for _ in range(3):
-        for _ in range(4):
-            one.submit(
-                "regex", "a", then=print, failed=print, is_over=lambda: True, over=lambda: late.put(True)
-            )
-        for _ in range(4):
-            late.get(timeout=60)
+        error = told.get(timeout=60)
+        assert isinstance(error, CapacityError) and "within 0.2 s" in str(error)
     may.set()
+    one._longest_wait_s = 60.0
+    one.submit("regex", "fourth", then=told.put, failed=told.put)
+    assert told.get(timeout=60) == "fourth"
+    one.close()
+    assert told.empty(), "each is told once"
+
+
+def test_a_guide_in_use_never_waits_behind_new_ones(monkeypatch):
+    may, told = threading.Event(), queue.SimpleQueue()
+
+    def passes(_trial, _kind, guide):
+        assert guide == "known" or may.wait(60)
+        return True
+
+    monkeypatch.setattr(GuideTrial, "passes", passes)
+    one = GuideDesk(lambda: lambda _kind, guide: guide)
+    one.submit("regex", "known", then=told.put, failed=told.put)
+    assert told.get(timeout=60) == "known"
+    for index in range(5):
+        one.submit("regex", f"new {index}", then=told.put, failed=told.put)
+    one.submit("regex", "known", then=told.put, failed=told.put)
+    assert told.get(timeout=60) == "known"
+    may.set()
+    assert {told.get(timeout=60) for _ in range(5)} == {f"new {index}" for index in range(5)}
     one.close()

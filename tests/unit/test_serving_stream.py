@@ -288,3 +288,27 @@ def test_every_interleaving_of_endings_sends_one_final_flag(outbox):
 def test_wire_errors_repeat_their_code():
     assert wire_error(KeyError("x")) == ("INTERNAL", "[INTERNAL] KeyError: 'x'")
     assert wire_error(EngineError("gone")) == ("UNAVAILABLE", "[UNAVAILABLE] gone")
+
+
+def test_many_streams_are_asked_in_turn_whether_their_clients_are_there(outbox):
+    class Counting(Sender):
+        asked = 0
+
+        def is_cancelled(self):
+            self.asked += 1
+            return self.gone
+
+    senders = [Counting() for _ in range(40)]
+    streams = [opened(outbox, sender=sender)[0] for sender in senders]
+    turns = [outbox._next_polled() for _ in range(40)]
+    assert {len(turn) for turn in turns} == {outbox._most_polls}
+    assert all(set(turns[k]).isdisjoint(turns[k + 1]) for k in range(39)) or outbox._most_polls > 20
+    assert {stream for turn in turns for stream in turn} == set(streams)
+    senders[-1].gone = True
+    end = time.monotonic() + 60
+    while not streams[-1].cancelled:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert max(sender.asked for sender in senders) - min(sender.asked for sender in senders) <= 2
+    for stream in streams:
+        stream.fail(RuntimeError("enough"))

@@ -11,9 +11,21 @@ from contextlib import AbstractContextManager
 from dspark.errors import CapacityError, EngineError
 from dspark.request import Request, RequestOutput
 
-__all__ = ["Doors"]
+__all__ = ["Doors", "Place"]
 
 log = logging.getLogger("dspark.engine")
+
+
+class Place:
+    """A place in the queue for a request that comes later. `submit` takes it; whoever will not submit gives it back."""
+
+    def __init__(self, places: set[Place], lock: AbstractContextManager[object]) -> None:
+        self._places, self._lock = places, lock
+
+    def give_back(self) -> None:
+        """Let another have it; nothing happens where that was done, or the request submitted."""
+        with self._lock:
+            self._places.discard(self)
 
 
 class Doors:
@@ -36,6 +48,7 @@ class Doors:
     ) -> None:
         self._thread, self._requests, self._lock = thread, requests, lock
         self._max_queue_size = max_queue_size
+        self._places: set[Place] = set()  # held for requests that are not here yet
         self._draining = self._stopping = False
         self._death: BaseException | None = None
 
@@ -58,22 +71,43 @@ class Doors:
         with self._lock:
             self._draining = True
         deadline = time.monotonic() + timeout_s
-        while self._requests and self._thread.is_alive() and time.monotonic() < deadline:
+        while (self._requests or self._places) and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        return not self._requests
+        return not (self._requests or self._places)
 
-    def _let_in(self, num_waiting: int) -> None:
-        """Refuse what cannot be queued behind `num_waiting` requests.
+    def hold_place(self) -> Place:
+        """Take a place in the queue for a request that something else has to be done for first.
 
         Raises:
             CapacityError: the queue is full.
             EngineError: the engine is stopped, stopping or dead.
         """
+        with self._lock:
+            self._let_in(None)
+            place = Place(self._places, self._lock)
+            self._places.add(place)
+        return place
+
+    def _num_waiting(self) -> int:
+        """Return how many of the requests have not begun."""
+        raise NotImplementedError
+
+    def _let_in(self, place: Place | None) -> None:
+        """Refuse a request that cannot be queued; one that held a place has been let in, and gives it back.
+
+        Raises:
+            CapacityError: the queue is full.
+            EngineError: the engine is stopped, stopping or dead.
+        """
+        held = place in self._places
+        if place is not None:
+            self._places.discard(place)
         if self._death is not None:
             raise EngineError(f"the engine died: {self._death!r}; restart the server")
-        if self._stopping or self._draining or not self._thread.is_alive():
+        if self._stopping or (self._draining and not held) or not self._thread.is_alive():
             raise EngineError("the engine is stopped and takes no more requests")
-        if num_waiting >= self._max_queue_size:
+        num_waiting = self._num_waiting() + len(self._places)
+        if not held and num_waiting >= self._max_queue_size:
             raise CapacityError(
                 f"the queue is full: {num_waiting} requests wait, max_queue_size is {self._max_queue_size}"
             )

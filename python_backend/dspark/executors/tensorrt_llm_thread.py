@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from dspark.engine.admission import EngineLimits, check_request, make_sequence
 from dspark.engine.commit import append_tokens
 from dspark.engine.delivery import client_left, deliver, deliver_last
-from dspark.engine.doors import Doors
+from dspark.engine.doors import Doors, Place
 from dspark.engine.sequence import Sequence
 from dspark.engine.stats import EngineStats
 from dspark.engine.step_report import StepWatcher
@@ -112,8 +112,11 @@ class TensorRTLLMThread(Doors):
         self._thread.start()
         self._begun.wait()
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, *, place: Place | None = None) -> int:
         """Queue a request; return its id.
+
+        Arguments:
+            place: held for it.
 
         Raises:
             RequestError: it can never be served, or asks for what TensorRT-LLM has no words for.
@@ -128,7 +131,7 @@ class TensorRTLLMThread(Doors):
         )
         check_sampling(request.params)
         with self._lock:
-            self._let_in(len(self._open) - self._limits.max_batch_size)
+            self._let_in(place)
             request_id = next(self._ids)
             self._open[request_id] = _Open(request)
             try:
@@ -151,7 +154,10 @@ class TensorRTLLMThread(Doors):
         """Return a copy of the counters."""
         num_open = len(self._open)
         running = min(num_open, self._limits.max_batch_size)
-        return replace(self._stats, num_running=running, num_waiting=num_open - running)
+        return replace(self._stats, num_running=running, num_waiting=num_open - running + len(self._places))
+
+    def _num_waiting(self) -> int:
+        return len(self._open) - self._limits.max_batch_size
 
     def close(self) -> None:
         """Stop the thread and shut the language model down; what is open gets an EngineError as its last output."""

@@ -1,8 +1,10 @@
 """Compiles the guides of requests beside everything else: neither `execute` nor the engine ever waits for one.
 
 Each desk thread tries a guide in a process that may be ended (`sampling.guide_trial`), then compiles it here, where the
-library lets other threads run. What was tried once is not tried again. One more thread looks whether a request still
-waits for its guide: its client may leave, its time may be over. Knows nothing of Triton or the engine.
+library lets other threads run. What was tried once is not tried again, and has a thread of its own: a schema in daily
+use never waits behind new ones. One more thread looks whether a request still waits for its guide: its client may
+leave, its time may be over, or it has waited longer than anybody should. How many may wait is the caller's affair.
+Knows nothing of Triton or the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["Compile", "GuideDesk"]
 
 _log = logging.getLogger("dspark.serving")
 _NUM_THREADS: Final = 2  # one guide that takes its whole second holds no other up
-_MOST_WAITING: Final = 1024
+_LONGEST_WAIT_S: Final = 30.0  # of a request for its guide; as many new guides are tried as fit into it
 _POLL_INTERVAL_S: Final = 0.05  # a request whose time is over is told within this
 _MOST_REMEMBERED: Final = 4096  # digests
 
@@ -39,6 +41,8 @@ class _Asked:
 
     kind: str
     guide: str | None
+    digest: bytes
+    latest_s: float  # on time.monotonic()'s clock: then it has waited long enough
     then: Callable[[Grammar], object]
     failed: Callable[[Exception], object]
     is_over: Callable[[], bool]
@@ -53,6 +57,7 @@ class GuideDesk:
             that no start waits for a library and its view of a vocabulary.
         limit_s: seconds of processor time that a guide may take.
         prepared: called in that thread when the compiler is there.
+        longest_wait_s: a request whose guide is not compiled by then is refused, until the desk has caught up.
     """
 
     def __init__(
@@ -61,20 +66,22 @@ class GuideDesk:
         *,
         limit_s: float = LIMIT_S,
         prepared: Callable[[], object] = lambda: None,
+        longest_wait_s: float = _LONGEST_WAIT_S,
     ) -> None:
         self._make_compiler = make_compiler
         self._prepared = prepared
         self._compile: Compile | Exception | None = None
         self._limit_s = limit_s
-        self._came = threading.Condition()  # guards the three below
+        self._longest_wait_s = longest_wait_s
+        self._came = threading.Condition()  # guards the four below
         self._open: set[_Asked] = set()  # nobody has been told anything
         self._waiting: dict[_Asked, None] = {}  # of them, those that no thread has begun, in their order
-        self._closing = False
         self._tried: OrderedDict[bytes, bool] = OrderedDict()  # digest of a guide -> passed
+        self._closing = False
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run, name=f"dspark-guides-{index}", daemon=True)
-            for index in range(_NUM_THREADS)
+            threading.Thread(target=self._run, args=(new,), name=f"dspark-guides-{index}", daemon=True)
+            for index, new in enumerate([True] * _NUM_THREADS + [False])
         ]
         self._threads.append(threading.Thread(target=self._watch, name="dspark-guides-watch", daemon=True))
         for thread in self._threads:
@@ -94,16 +101,18 @@ class GuideDesk:
 
         What `then` raises goes to `failed`, too. Where `is_over`, which costs nothing, says first that nobody waits any
         more, `over` is called instead of either, at once, however long the guides before this one take.
-
-        Raises:
-            CapacityError: too many are waiting.
         """
-        asked = _Asked(kind=kind, guide=guide, then=then, failed=failed, is_over=is_over, over=over)
+        asked = _Asked(
+            kind=kind,
+            guide=guide,
+            digest=hashlib.sha256(f"{kind}\0{guide}".encode()).digest(),
+            latest_s=time.monotonic() + self._longest_wait_s,
+            then=then,
+            failed=failed,
+            is_over=is_over,
+            over=over,
+        )
         with self._came:
-            if len(self._waiting) >= _MOST_WAITING:
-                raise CapacityError(
-                    f"{_MOST_WAITING} guides wait to be compiled; send the request again later"
-                )
             self._open.add(asked)
             self._waiting[asked] = None
             self._came.notify_all()
@@ -116,28 +125,34 @@ class GuideDesk:
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _run(self, new: bool) -> None:
+        """Serve guides; unless `new`, only such as were tried before."""
         with contextlib.suppress(Exception):  # whoever needs it is told
             self._compiler()
         trial = GuideTrial(limit_s=self._limit_s)
-        while (asked := self._next()) is not None:
+        while (asked := self._next(new)) is not None:
             self._serve(trial, asked)
             del asked  # the request behind it is not kept until the next one comes
         trial.close()
 
-    def _next(self) -> _Asked | None:
+    def _next(self, new: bool) -> _Asked | None:
         """Wait for a guide and return it; None when it is time to stop."""
+
+        def found() -> _Asked | None:
+            return next((asked for asked in self._waiting if new or asked.digest in self._tried), None)
+
         with self._came:
-            self._came.wait_for(lambda: self._waiting or self._closing)
-            if self._closing:
+            asked = None
+            while not self._closing and (asked := found()) is None:
+                self._came.wait()
+            if self._closing or asked is None:
                 return None
-            asked = next(iter(self._waiting))
             del self._waiting[asked]
             return asked
 
     def _serve(self, trial: GuideTrial, asked: _Asked) -> None:
         try:
-            self._check(trial, asked.kind, asked.guide)
+            self._check(trial, asked)
             if asked not in self._open:
                 return
             grammar = self._compiler()(asked.kind, asked.guide)
@@ -171,8 +186,12 @@ class GuideDesk:
             time.sleep(_POLL_INTERVAL_S)
 
     def _end_if_over(self, asked: _Asked) -> None:
-        if asked.is_over() and self._settle(asked):
-            asked.over()
+        if asked.is_over():
+            if self._settle(asked):
+                asked.over()
+        elif time.monotonic() >= asked.latest_s and self._settle(asked):
+            waited = f"the guide was not compiled within {self._longest_wait_s:g} s, as others come before it"
+            asked.failed(CapacityError(f"{waited}; send the request again later"))
 
     def _compiler(self) -> Compile:
         """Return the compiler, made by whichever thread comes first. Raises what making it raised."""
@@ -188,16 +207,16 @@ class GuideDesk:
                 raise self._compile
             return self._compile
 
-    def _check(self, trial: GuideTrial, kind: str, guide: str | None) -> None:
+    def _check(self, trial: GuideTrial, asked: _Asked) -> None:
         """Refuse a guide that takes too long.
 
         Raises:
             RequestError: it does.
             CapacityError: it could not be tried now.
         """
-        digest = hashlib.sha256(f"{kind}\0{guide}".encode()).digest()
-        with self._lock:
-            passed = self._tried.get(digest)
+        kind, guide = asked.kind, asked.guide
+        with self._came:
+            passed = self._tried.get(asked.digest)
         if passed is None:
             try:
                 passed = trial.passes(kind, guide)
@@ -206,10 +225,11 @@ class GuideDesk:
                 return
             if passed is None:  # not remembered: the guide may be right
                 raise CapacityError("the guide could not be tried; send the request again later")
-            with self._lock:
-                self._tried[digest] = passed
+            with self._came:
+                self._tried[asked.digest] = passed
                 while len(self._tried) > _MOST_REMEMBERED:
                     self._tried.popitem(last=False)
+                self._came.notify_all()  # whoever waits with the same guide need not wait for another
         if not passed:
             allowed = f"a {kind} that is compiled within {self._limit_s:g} s (of processor time)"
             raise RequestError("guided_decoding_guide", guide, allowed)

@@ -180,14 +180,34 @@ class TritonPythonModel:
         if kind is None or self._guides is None:
             runtime.engine.submit(submitted)
         else:
-            self._guides.submit(
-                kind,
-                parsed.params.guided_decoding_guide,
-                then=lambda grammar: runtime.engine.submit(replace(submitted, grammar=grammar)),
-                failed=lambda error: self._refuse(stream, error),
-                is_over=lambda: stream.is_cancelled() or _is_late(submitted),
-                over=lambda: _end_unbegun(submitted),
-            )
+            self._submit_guided(self._guides, kind, submitted, stream)
+
+    def _submit_guided(self, guides: GuideDesk, kind: str, request: Request, stream: ResponseStream) -> None:
+        """Submit a request once its guide is compiled; until then it has its place in the engine's queue.
+
+        Raises:
+            CapacityError, EngineError: as `EngineThread.submit`.
+        """
+        assert self._runtime is not None
+        engine = self._runtime.engine
+        place = engine.hold_place()
+
+        def failed(error: Exception) -> None:
+            place.give_back()
+            self._refuse(stream, error)
+
+        def over() -> None:
+            place.give_back()
+            _end_unbegun(request)
+
+        guides.submit(
+            kind,
+            request.params.guided_decoding_guide,
+            then=lambda grammar: engine.submit(replace(request, grammar=grammar), place=place),
+            failed=failed,
+            is_over=lambda: stream.is_cancelled() or _is_late(request),
+            over=over,
+        )
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
         """Answer a request that the engine did not take."""
