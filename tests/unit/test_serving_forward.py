@@ -1,6 +1,7 @@
 """Requests to the model without a batch dimension: handed over, answered, cancelled, failed when nobody is there."""
 
 import os
+import socket
 import threading
 import time
 from multiprocessing.connection import Client
@@ -116,6 +117,20 @@ def test_a_client_that_has_gone_is_told_to_the_other_side_which_ends_the_answer(
     assert taken[1].is_cancelled(), "its connection is closed"
 
 
+def test_among_many_each_is_asked_in_turn_whether_its_client_is_there(model, taken, monkeypatch):
+    monkeypatch.setattr(forward, "_MOST_POLLS", 1)
+    asked = [request() for _ in range(4)]
+    model.execute(asked)
+    until(lambda: len(taken) == 4)
+    for k in (3, 0):
+        asked[k].gone = True
+        until(taken[k].is_cancelled)
+    assert not taken[1].is_cancelled() and not taken[2].is_cancelled()
+    for handed in taken:
+        handed.send({}, final=True)
+    until(lambda: not model._open)
+
+
 def test_the_other_side_is_told_once_however_long_it_takes(model, taken, monkeypatch):
     monkeypatch.setattr(forward, "_POLL_INTERVAL_S", 0.001)
     goes = request()
@@ -180,11 +195,35 @@ def test_a_model_that_replaces_another_takes_the_door_over(model, path):
     assert not path.exists()
 
 
-def test_what_a_killed_server_left_is_swept_up(path):
-    left = path.with_name("4194304")  # beyond any process id
-    left.touch()
+def test_what_a_killed_server_left_is_swept_up_and_nothing_else(path):
+    left, opening, other = (path.with_name(f"{path.name[:9]}{name}") for name in ("left", "opening", "other"))
+    listening = Door(other, print)  # of a server in another container, whose process nobody sees here
+    for killed in (left, opening):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(killed))
+    for old in (left, other):
+        os.utime(old, (0, 0))
     Door(path, print).close()
-    assert not left.exists()
+    assert not left.exists() and opening.exists() and other.exists()
+    listening.close()
+
+
+def test_servers_of_one_number_in_two_containers_have_doors_of_their_own(path, monkeypatch):
+    first, second = [], []
+    one = Door(path, first.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(door.os, "readlink", lambda _path: "pid:[2]")
+        elsewhere = door_path(os.getppid())
+    assert elsewhere.name != path.name
+    other = Door(path.with_name(elsewhere.name), second.append)
+    other.close()
+    Client(str(path), family="AF_UNIX").send(
+        Handed(inputs={}, parameters="{}", outputs=(), request_id="", timeout_us=0, trace=None)
+    )
+    until(lambda: first)
+    first[0].send({}, final=True)
+    one.close()
+    assert not second
 
 
 def test_a_folder_that_others_can_use_is_refused(path):

@@ -8,6 +8,8 @@ out of the door looks like a request of Triton's, so that everything behind it i
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import logging
 import os
 import select
@@ -27,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.errors import ConfigError
+from dspark.serving.watch import process_started
 
 __all__ = ["Answer", "Door", "Handed", "HandedRequest", "door_path", "open_door"]
 
@@ -37,6 +40,7 @@ _HUNG_AFTER_S: Final = (
 )
 _STAYS_HUNG_S: Final = 5.0  # whoever has a full buffer is not waited for again within this
 _BREATH_S: Final = 0.05  # before another try, with no file descriptor free
+_STALE_S: Final = 60.0  # an age at which a door that is being opened is open
 _BACKLOG: Final = 1024  # requests that come at once
 
 Array = npt.NDArray[Any]
@@ -66,8 +70,13 @@ class Answer:
 def door_path(server_pid: int) -> Path:
     """Return where the door of a server's model is, in a folder of this user's alone.
 
+    Both processes of a server find the same name, and no two servers share one, be they in containers that number
+    processes alike and have one folder for temporary files: it is a digest of the machine's boot, the container's
+    process ids, and the server's id and start among them.
+
     Raises:
         ConfigError: the folder is somebody else's, or others may write to it.
+        OSError: it cannot be made.
     """
     folder = Path(tempfile.gettempdir()) / f"dspark-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -76,7 +85,13 @@ def door_path(server_pid: int) -> Path:
         raise ConfigError(
             f"{folder}: got one that others can use, allowed is a folder of mode 700 of this user's"
         )
-    return folder / str(server_pid)
+    server = f"{os.readlink('/proc/self/ns/pid')} {server_pid} {process_started(server_pid)}"
+    return folder / f"{_boot()}-{hashlib.sha256(server.encode()).hexdigest()[:16]}"
+
+
+def _boot() -> str:
+    """Return the start of what names this boot of this machine, which all of its containers share."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 @dataclass(slots=True)
@@ -225,8 +240,14 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the doors of servers that were killed."""
-    for door in folder.iterdir():
-        server_pid = door.name.partition(".")[0]
-        if server_pid.isdigit() and not Path("/proc", server_pid).exists():
-            door.unlink(missing_ok=True)
+    """Remove the doors of servers that were killed: nobody listens there. One that is just being opened is left."""
+    for door in folder.glob(f"{_boot()}-*"):
+        with contextlib.suppress(OSError):  # another sweeps, too; or it is no socket
+            if time.time() - door.lstat().st_mtime > _STALE_S and not _is_answered(door):
+                door.unlink(missing_ok=True)
+
+
+def _is_answered(door: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
+        knock.setblocking(False)  # a full queue of those who knock is a sign of life
+        return knock.connect_ex(str(door)) != errno.ECONNREFUSED

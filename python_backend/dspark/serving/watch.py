@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-__all__ = ["RUN_DIR_VARIABLE", "RunDir", "Served", "watch_parents"]
+__all__ = ["RUN_DIR_VARIABLE", "RunDir", "Served", "process_started", "watch_parents"]
 
 # Not DSPARK_...: those are settings of the model.
 RUN_DIR_VARIABLE: Final = "_DSPARK_RUN_DIR"
@@ -68,7 +68,9 @@ class RunDir:
     def create(cls, path: Path, *, overrides: Mapping[str, object]) -> RunDir:
         """Write the folder of this process, which is the launcher."""
         pid = os.getpid()
-        run_dir = cls(path=path, launcher_pid=pid, launcher_started=_started(pid) or "", overrides=overrides)
+        run_dir = cls(
+            path=path, launcher_pid=pid, launcher_started=process_started(pid) or "", overrides=overrides
+        )
         content = {"pid": pid, "started": run_dir.launcher_started, "overrides": dict(overrides)}
         try:
             (path / "run.json").write_text(json.dumps(content, default=str))
@@ -103,13 +105,13 @@ class RunDir:
                 content = json.loads((path / "run.json").read_text())
                 old = time.time() - path.stat().st_mtime > _STALE_S
                 processes = [content, *(_read(one) for one in path.glob(f"{_PROCESS}*"))]
-                lives = any(one and _started(one["pid"]) == one["started"] for one in processes)
+                lives = any(one and process_started(one["pid"]) == one["started"] for one in processes)
                 if old and not lives:
                     cls(path=path, launcher_pid=0, launcher_started="").remove()
 
     @property
     def launcher_lives(self) -> bool:
-        return _started(self.launcher_pid) == self.launcher_started
+        return process_started(self.launcher_pid) == self.launcher_started
 
     def say(self, word: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # the other side has cleaned up
@@ -123,7 +125,7 @@ class RunDir:
         pid = os.getpid()
         fresh = self.path / f"new.{pid}"
         with contextlib.suppress(FileNotFoundError):  # the launcher has cleaned up
-            fresh.write_text(json.dumps({"pid": pid, "started": _started(pid)}))
+            fresh.write_text(json.dumps({"pid": pid, "started": process_started(pid)}))
             os.replace(fresh, self.path / f"{_PROCESS}{name}")
 
     def process_ends(self, name: str) -> None:
@@ -138,7 +140,7 @@ class RunDir:
         """True when a model's process has ended without saying so, or the engine has died."""
         processes = (_read(path) for path in self.path.glob(f"{_PROCESS}*"))
         return self.was_said("dead") or any(
-            process and _started(process["pid"]) != process["started"] for process in processes
+            process and process_started(process["pid"]) != process["started"] for process in processes
         )
 
     @property
@@ -223,7 +225,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _started(pid: int) -> str | None:
+def process_started(pid: int) -> str | None:
     """Return when a process started (clock ticks since boot), None when it has ended (zombies have)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
