@@ -1,7 +1,8 @@
 """Reference body of `DSparkVerify`: what `dspark_plugins.reference.verify` is in torch, sequence after sequence.
 
 An operation's inputs depend on its attributes, so the body is made for one set of them. Every sequence walks
-max_depth + 1 times at most; a walk that has ended carries its result on.
+max_depth + 1 times at most; a walk that has ended carries its result on. Chains that are verified as blocks do not
+walk.
 """
 
 from __future__ import annotations
@@ -114,6 +115,16 @@ class _Walk:
                 **{name: b.op("Gather", name, at) for name in SamplingParams.__dataclass_fields__},
             ),
         )
+        if self._tree or not self._probs:
+            return self._walked(b, rows, n)
+        num_drafts = b.op("Min", b.op("Sub", n, b.number(1)), self._depth)
+        return b.choose(
+            self._goes_by_block(b, rows, num_drafts),
+            lambda c: self._block(c, rows, num_drafts),
+            lambda c: self._walked(c, rows, n),
+        )
+
+    def _walked(self, b: Graph, rows: _Rows, n: str) -> list[str]:
         done = b.op("Equal", n, b.number(0))
         trips = b.op("Add", self._depth, b.number(1))
         first = [b.number(0), b.number(0), self._path, b.number(-1), done]
@@ -123,6 +134,121 @@ class _Walk:
 
         _, accepted, path, token, _ = b.loop(trips, first, step)
         return [accepted, path, token]
+
+    def _goes_by_block(self, b: Graph, rows: _Rows, num_drafts: str) -> str:
+        """Return whether a drawn seed judges several drafts of a chain, one of them drawn at least, [] bool."""
+        start, end = self._drafts_of(b, rows, num_drafts)
+        drawn_rows = b.to(b.take("prob_rows", start, end), "i64")
+        drawn_ = b.op("GreaterOrEqual", b.op("Concat", drawn_rows, b.ints(-1), axis=0), b.number(0))
+        by_draws = b.op("Not", b.op("Squeeze", self._own_draws(b, rows), b.ints(0)))
+        several = b.op("Greater", num_drafts, b.number(1))
+        return b.op("And", b.op("And", by_draws, several), b.any(drawn_))
+
+    @staticmethod
+    def _drafts_of(b: Graph, rows: _Rows, num_drafts: str) -> tuple[str, str]:
+        """Return where the rows of a chain's drafts start and end, [1] each."""
+        start = b.op("Add", rows.start, b.ints(1))
+        return start, b.op("Add", start, num_drafts)
+
+    @staticmethod
+    def _own_draws(b: Graph, rows: _Rows) -> str:
+        """Return whether drafts must be what the target draws, [1] bool."""
+        greedy = b.op("LessOrEqual", rows.params.temperature, b.number(0, np.float32))
+        return b.op("Or", greedy, b.op("Cast", rows.params.coupled, to=TensorProto.BOOL))
+
+    def _block(self, b: Graph, rows: _Rows, m: str) -> list[str]:
+        """Return what `sequence` does for m >= 2 drafts that are accepted by joint weights."""
+        nothing, whole = b.number(0.0, np.float64), b.number(1.0, np.float64)
+        start, end = self._drafts_of(b, rows, m)
+        size = b.op("Unsqueeze", m, b.ints(0))
+        params = replace(
+            rows.params,
+            **{
+                name: b.op("Expand", getattr(rows.params, name), b.op("Add", size, b.ints(1)))
+                for name in SamplingParams.__dataclass_fields__
+            },
+        )
+        logits = b.to(b.take("logits", rows.start, end), "fp32")  # [m + 1, V]
+        finite = all_finite(b, logits)
+        log_weights = truncated_weights(b, logits, finite, params)
+        p = b.take(shares(b, log_weights), b.ints(0), size)  # [m, V]
+        tokens = b.take(rows.tokens, b.ints(1), b.op("Add", size, b.ints(1)))
+        q = self._chain_drafted_from(b, b.take("prob_rows", start, end), tokens)
+        weights = self._joint_weights(b, p, q, tokens, m)  # [m + 1]
+        before = b.op("Unsqueeze", b.take(weights, b.ints(0), size), b.ints(1))
+        left = b.op("Max", b.op("Sub", b.op("Mul", before, p), q), nothing)
+        mass = b.op("ReduceSum", left, b.ints(1), keepdims=0)  # [m]
+        # Drafts in front of the first row that cannot be read.
+        flags = b.op("Concat", b.to(b.take(finite, b.ints(0), size), "i32"), b.to(b.ints(0), "i32"), axis=0)
+        last = b.op("ArgMin", flags, axis=0, keepdims=0)
+        index = b.op("Range", b.number(1), b.op("Add", m, b.number(1)), b.number(1))  # of drafts, [m]
+        behind = b.op("Concat", b.take(mass, b.ints(1), size), b.constant(np.zeros(1)), axis=0)
+        own = b.take(weights, b.ints(1), b.op("Add", size, b.ints(1)))
+        total = b.op("Sub", b.op("Add", behind, whole), own)
+        some = b.op("Greater", total, nothing)
+        inner = b.op("Where", some, b.op("Div", behind, b.op("Where", some, total, whole)), whole)
+        threshold = b.op("Where", b.op("Equal", index, last), own, inner)
+        lane = b.op("Sub", index, b.number(1))
+        u = uniform(b, rows.params.seeds, b.op("Add", rows.position, lane), ACCEPT, lane)
+        hits = b.op("And", b.op("Less", u, threshold), b.op("LessOrEqual", index, last))
+        accepted = b.op("ReduceMax", b.op("Where", hits, index, b.number(0)), keepdims=0)
+        at = b.op("Unsqueeze", accepted, b.ints(0))
+        position = b.op("Add", rows.position, accepted)
+
+        def added(c: Graph) -> list[str]:
+            token = drawn(
+                c,
+                c.op("Gather", log_weights, at),
+                self._entries,
+                params=rows.params,
+                position=position,
+                purpose=SAMPLE,
+                lane=c.number(0),
+            )
+            good = c.op("Gather", finite, accepted)
+            return [c.op("Where", good, c.op("Squeeze", token, c.ints(0)), c.number(-1))]
+
+        def replaced(c: Graph) -> list[str]:
+            empty = c.op("LessOrEqual", c.op("Gather", mass, accepted), nothing)
+            kept = c.op("Where", empty, c.op("Gather", p, at), c.op("Gather", left, at))
+            u = uniform(c, rows.params.seeds, position, REPLACE, c.number(0))
+            return [c.op("Squeeze", inverse_cdf(c, kept, u), c.ints(0))]
+
+        (token,) = b.choose(b.op("Equal", accepted, last), added, replaced)
+        on_path = b.op("Less", self._steps, accepted)
+        path = b.op("Where", on_path, b.op("Add", self._steps, b.number(1)), b.number(-1))
+        return [accepted, path, token]
+
+    def _joint_weights(self, b: Graph, p: str, q: str, tokens: str, m: str) -> str:
+        """Return w_0 = 1, w_1, ..., w_m, [m + 1] double, of p and q [m, V] and tokens [m]."""
+        at = b.op("Unsqueeze", tokens, b.ints(1))
+        p_at, q_at = (b.op("Squeeze", b.op("GatherElements", x, at, axis=1), b.ints(1)) for x in (p, q))
+
+        def weigh(c: Graph, k: str, carried: list[str]) -> list[str]:
+            weight, weights = carried
+            joint = c.op("Mul", weight, c.op("Gather", p_at, k))
+            chance = c.op("Gather", q_at, k)
+            below = c.op("Less", joint, chance)
+            ratio = c.op("Div", joint, c.op("Where", below, chance, c.number(1.0, np.float64)))
+            some = c.op("Cast", c.op("Greater", joint, c.number(0.0, np.float64)), to=TensorProto.DOUBLE)
+            weight = c.op("Where", below, ratio, some)
+            return [weight, c.op("Concat", weights, c.op("Unsqueeze", weight, c.ints(0)), axis=0)]
+
+        one = b.constant(np.ones(1))
+        return b.loop(m, [b.number(1.0, np.float64), one], weigh)[1]
+
+    def _chain_drafted_from(self, b: Graph, prob_rows: str, tokens: str) -> str:
+        """Return q of drafts over the target's vocabulary, [m, V] double."""
+        drafted = b.op("Unsqueeze", tokens, b.ints(1))
+        one_hot = b.op("Cast", b.op("Equal", self._entries, drafted), to=TensorProto.DOUBLE)
+        rows = b.to(prob_rows, "i64")
+        found = b.op("Gather", "draft_probs", b.op("Max", rows, b.number(0)))
+        found = b.op("Cast", found, to=TensorProto.DOUBLE)
+        if self._mapped:
+            spread = b.op("Gather", found, self._inverse, axis=1)
+            found = b.op("Where", self._drafted, spread, b.number(0.0, np.float64))
+        known = b.op("Unsqueeze", b.op("GreaterOrEqual", rows, b.number(0)), b.ints(1))
+        return b.op("Where", known, found, one_hot)
 
     def _step(self, b: Graph, rows: _Rows, carried: list[str]) -> list[str]:
         """Go one node on, or end: node, nodes on the path, path, token, whether it ended."""
@@ -138,8 +264,7 @@ class _Walk:
         below = b.op("And", below, b.op("Less", count, self._depth))
         children = b.op("Squeeze", b.op("NonZero", below), b.ints(0))  # [c], in order
         num_children = b.op("Squeeze", b.op("Shape", children), b.ints(0))
-        own_draws = b.op("Or", b.op("LessOrEqual", rows.params.temperature, b.number(0, np.float32)),
-                         b.op("Cast", rows.params.coupled, to=TensorProto.BOOL))  # fmt: skip
+        own_draws = self._own_draws(b, rows)
         by_rejection = b.op(
             "And",
             b.op("Not", b.op("Squeeze", own_draws, b.ints(0))),
@@ -147,7 +272,7 @@ class _Walk:
         )
 
         def judged(c: Graph) -> list[str]:
-            return self._judged(c, rows, children, num_children, log_weights, position)
+            return self._judged(c, rows, children, num_children, log_weights, position, count)
 
         def followed(c: Graph) -> list[str]:
             token = drawn(
@@ -177,9 +302,20 @@ class _Walk:
         ]
 
     def _judged(
-        self, b: Graph, rows: _Rows, children: str, num_children: str, log_weights: str, position: str
+        self,
+        b: Graph,
+        rows: _Rows,
+        children: str,
+        num_children: str,
+        log_weights: str,
+        position: str,
+        count: str,
     ) -> list[str]:
-        """Try children in order; return the accepted one, -1 = none, and what is drawn where none is."""
+        """Try children in order; return the accepted one, -1 = none, and what is drawn where none is.
+
+        Arguments:
+            count: nodes on the path.
+        """
         p = shares(b, log_weights)
         nothing = b.number(0.0, np.float64)
 
@@ -188,7 +324,8 @@ class _Walk:
             child = c.op("Gather", children, lane)
             token = c.op("Gather", rows.tokens, child)
             q = self._drafted_from(c, rows, child, token)
-            u = uniform(c, rows.params.seeds, position, ACCEPT, lane)  # [1]
+            number = lane if self._tree else count
+            u = uniform(c, rows.params.seeds, position, ACCEPT, number)  # [1]
             share, chance = (c.op("Gather", x, token, axis=1) for x in (p, q))  # [1]
             fits = c.op("Squeeze", c.op("Less", c.op("Mul", u, chance), share), c.ints(0))
             open_ = c.op("Less", taken, c.number(0))

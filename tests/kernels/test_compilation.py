@@ -34,11 +34,15 @@ SMALL = ("merge_splits_kernel", "write_rows_kernel")
 
 
 def heaviest(name: str) -> list[Variant]:
-    """The wider tiles of every mask without and with pieces, the tree walk, and all that has one form."""
+    """The wider tiles of every mask without and with pieces, both walks, and all that has one form."""
     forms = variants_for(SHAPES[name], dtype="bf16")
     attention = [v for v in forms if v.kernel == "attention_kernel" and v.constants["BLOCK_M"] in (32, 64)]
     widest = {(v.constants["MASK"], v.constants["SPLIT"], v.constants["BLOCK_M"]): v for v in attention}
-    others = {v.kernel: v for v in forms if v.kernel not in ("attention_kernel", "block_sample_kernel")}
+    others = {
+        (v.kernel, v.constants.get("TREE")): v
+        for v in forms
+        if v.kernel not in ("attention_kernel", "block_sample_kernel")
+    }
     return [*widest.values(), *others.values()]
 
 

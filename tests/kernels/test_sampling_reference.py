@@ -8,7 +8,7 @@ import torch
 from dspark.request import SamplingParams
 from dspark.sampling.gumbel import token_gumbel as engine_noise
 from dspark.sampling.philox import Purpose, philox4x32_words, uniform_scalar
-from dspark.sampling.transforms import TokenSampler
+from dspark.sampling.transforms import SampledRule, TokenSampler
 from dspark.sampling.truncation import truncate
 from dspark.sampling.verification import verify_chain
 from dspark_plugins.reference import sampling
@@ -79,11 +79,16 @@ def test_what_stays_of_a_row_is_what_the_engine_keeps(form: str) -> None:
         assert kept.tolist() == (list(range(300)) if expected is None else expected.tolist())
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("rule", "length", "looked_up"),
+    [("block", 4, (2,)), ("block", 4, (0, 1, 2, 3)), ("block", 1, ()), ("coupled", 4, (2,))],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_chains_are_verified_as_the_engine_does(form: str, rule: str) -> None:
+def test_chains_are_verified_as_the_engine_does(
+    form: str, rule: SampledRule, length: int, looked_up: tuple[int, ...]
+) -> None:
     rng = np.random.default_rng(7)
-    vocab_size, num_chains, length = 60, 12, 4
+    vocab_size, num_chains = 60, 24
     params = SamplingParams(**FORMS[form])
     logits = (rng.normal(size=(num_chains, length + 1, vocab_size)) * 2).astype(np.float32)
     drafted_from = logits + rng.normal(size=logits.shape).astype(np.float32) * 0.3
@@ -100,9 +105,9 @@ def test_chains_are_verified_as_the_engine_does(form: str, rule: str) -> None:
         for k in range(length):
             q = sampler.distribution(drafted_from[i, k], drafted=drafts)
             drafts.append(sampler.draw(q, position=position + k, purpose="draft"))
-            distributions.append(None if k == 2 else q)  # one position counts as looked up
+            distributions.append(None if k in looked_up else q)
             probs[i * length + k] = q.dense(vocab_size)
-            rows[i, k + 1] = -1 if k == 2 else i * length + k
+            rows[i, k + 1] = -1 if k in looked_up else i * length + k
         tokens[i, 1:] = drafts
         verdict = verify_chain(
             sampler, logits[i], None, drafts, distributions, position=position, rule=sampler.rule

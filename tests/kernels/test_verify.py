@@ -115,11 +115,49 @@ def test_trees_in_every_mode(mode: str) -> None:
     assert accepted.max() > 0
 
 
-@pytest.mark.parametrize("mode", ["greedy", "rejection", "coupled"])
+CHAINS = [list(range(-1, n)) for n in (4, 0, 2, 3, 1, 6)]  # the last is longer than what is looked at
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_chains(mode: str) -> None:
-    chains = [list(range(-1, n)) for n in (4, 0, 2, 3, 1)]
-    accepted, _, _ = check(arguments(chains, 111, mode, chains=True))
+    accepted, _, _ = check(arguments(CHAINS, 111, mode, chains=True))
     assert accepted.max() > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", ["rejection", "cold", "all"])
+def test_chains_are_verified_as_blocks(mode: str, seed: int) -> None:
+    for vocab_size, reduced in ((7, False), (111, False), (999, True), (1030, False)):
+        given = arguments([*CHAINS, []], vocab_size, mode, chains=True, reduced=reduced, padding=3, seed=seed)
+        accepted, path, _ = check(given)
+        for i, count in enumerate(accepted.tolist()):
+            assert path[i].tolist() == [*range(1, count + 1), *[-1] * (4 - count)]
+    check(arguments(CHAINS, 7, mode, chains=True, one_hot=True, seed=seed))
+
+
+def test_a_chain_ends_in_front_of_a_row_that_is_not_finite() -> None:
+    """And only who accepts all up to it has no next token."""
+    ends = set()
+    for seed in range(12):
+        given = arguments([[*range(-1, 4)]] * 3, 20, "rejection", chains=True, seed=seed)
+        assert isinstance(given[0], Tensor) and isinstance(given[1], Tensor)
+        given[8] = torch.arange(3) + 5 * seed
+        given[0][0, given[1][1]] -= 1.0
+        given[0][2] = given[0][5] = float("nan")
+        accepted, _, next_token = check(given)
+        assert accepted[0] <= 2 and (int(next_token[0]) == -1) == (accepted[0] == 2)
+        assert (accepted[1], next_token[1]) == (0, -1) and next_token[2] >= 0
+        ends.add(int(accepted[0]))
+    assert len(ends) > 1
+
+
+def test_a_draft_that_the_target_forbids_ends_a_chain() -> None:
+    given = arguments([[*range(-1, 4)]] * 4, 20, "rejection", chains=True)
+    logits, tokens = given[0], given[1]
+    assert isinstance(logits, Tensor) and isinstance(tokens, Tensor)
+    for i in range(4):
+        logits[5 * i + 1, tokens[5 * i + 2]] = float("-inf")
+    assert check(given)[0].max() <= 1
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 999, 1024, 2500])

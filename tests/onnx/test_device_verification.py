@@ -78,9 +78,9 @@ class Watched:
     ("policy", "vocabulary", "rule"),
     [
         ("none", "home", "auto"),
-        ("fixed:3", "home", "rejection"),
+        ("fixed:3", "home", "block"),
         ("fixed:3", "reduced", "auto"),
-        ("fixed:3", "reduced", "rejection"),
+        ("fixed:3", "reduced", "block"),
     ],
 )
 def test_answers_are_those_of_verification_on_the_host(
@@ -113,7 +113,7 @@ def test_a_step_with_a_request_that_only_the_host_knows_is_verified_there(
     altered: dict[str, Any], home: Home
 ) -> None:
     params = [*PARAMS[:3], {"max_tokens": 6} | altered]
-    device, host = (Watched(home, rule="rejection", host=on_host) for on_host in (False, True))
+    device, host = (Watched(home, rule="block", host=on_host) for on_host in (False, True))
     assert device.answers(params) == host.answers(params)
     # First with it, on the host; then without, on the device: q of sampled drafts is read in both places.
     assert device.calls["logits"] >= 2 and device.calls["verified"] >= 2
@@ -128,7 +128,7 @@ def sampler_of(draws: BlockDraws, i: int, *, committed: int) -> TokenSampler:
         prompt_ids=[1] * committed,
         vocab_size=50,
         eos_ids=(),
-        rule="coupled" if draws.coupled[i] else "rejection",
+        rule="coupled" if draws.coupled[i] else "block",
     )
 
 

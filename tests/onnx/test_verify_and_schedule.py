@@ -133,16 +133,25 @@ def test_verification_is_that_of_the_plain_operation(
     assert max(accepted) >= 2 and 0 in accepted
 
 
-def test_drafts_over_the_whole_vocabulary_keep_their_probabilities() -> None:
-    feeds = _arguments(TREES, 33, 1)
+@pytest.mark.parametrize("tree", [False, True])
+def test_drafts_over_the_whole_vocabulary_keep_their_probabilities(tree: bool) -> None:
+    feeds = _arguments(TREES if tree else CHAINS, 33, 1)
     rng = np.random.default_rng(0)
     shares = rng.exponential(size=(len(feeds["draft_probs"]), 33)).astype(np.float32)
     feeds["draft_probs"] = shares / shares.sum(1, keepdims=True)
     feeds["temperature"][:] = 1
     feeds["coupled"][:] = 0
-    body, plain = _forms(feeds, tree=True, probs=True, mapped=False)
-    for mine, theirs in zip(body(feeds), plain(feeds), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    body, plain = _forms(feeds, tree=tree, probs=True, mapped=False)
+    seen = set()
+    for seed in range(12):
+        feeds["seeds"][:] = np.arange(len(feeds["seeds"])) + 100 * seed
+        if seed == 8:
+            feeds["logits"][3, 1] = np.nan
+        found = body(feeds)
+        for mine, theirs in zip(found, plain(feeds), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        seen |= set(found[0].tolist())
+    assert len(seen) > 2
 
 
 @pytest.mark.parametrize(("num_sequences", "block_size"), [(0, 3), (1, 1), (1, 7), (7, 5), (111, 3)])

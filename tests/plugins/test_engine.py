@@ -86,6 +86,7 @@ def test_an_engine_is_whole_and_every_node_of_ours_a_plugin(home: Path) -> None:
     # Chains and trees, at tiles of 16 and 32 rows whole and in pieces, of 64 whole.
     assert target.kernels == {
         "attention_kernel": 10,
+        "chain_weights_kernel": 1,
         "merge_splits_kernel": 1,
         "row_limits_kernel": 1,
         "schedule_kernel": 1,

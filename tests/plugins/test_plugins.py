@@ -162,7 +162,7 @@ def test_verify(tree: bool, drafted: str) -> None:
         torch.tensor([0, 4, 0], dtype=torch.int32),
         torch.tensor([1.0, 0.9, 1.0]),
         torch.tensor([0.0, 0.0, 0.02]),
-        torch.tensor([0, 0, 1], dtype=torch.int32),
+        torch.tensor([0, 0, int(tree)], dtype=torch.int32),
     ]
     made, launcher = run_plugin(
         "DSparkVerify",
@@ -170,7 +170,8 @@ def test_verify(tree: bool, drafted: str) -> None:
         [logits, tokens, starts, *(x for x in optional if x is not None), *sampling],
         unknown={0: [0], 1: [0], 2: [0]},
     )
-    assert launcher.launched == ["row_limits_kernel", "walk_kernel"]
+    weighed = ["chain_weights_kernel"] if has_probs and not tree else []
+    assert launcher.launched == ["row_limits_kernel", *weighed, "walk_kernel"]
     for mine, theirs in zip(made, ops.verify(logits, tokens, starts, *optional, *sampling, 4), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -21,6 +21,7 @@ __all__ = [
     "attention_grid",
     "block_sample",
     "cdiv",
+    "chain_weights",
     "merge_splits",
     "next_power_of_2",
     "num_phases",
@@ -184,6 +185,17 @@ def row_limits(*, dtype: str) -> Variant:
     """Return the form of `row_limits_kernel`; grid (T,)."""
     return Variant(
         "row_limits_kernel", {"BLOCK": SWEEP}, num_warps=8, max_registers=128, dtypes={"io": dtype}
+    )
+
+
+def chain_weights(*, dtype: str, mapped: bool) -> Variant:
+    """Return the form of `chain_weights_kernel`; grid (T,). Arguments are those of `walk`."""
+    return Variant(
+        "chain_weights_kernel",
+        {"MAPPED": mapped, "BLOCK": SWEEP},
+        num_warps=8,
+        max_registers=128,
+        dtypes={"io": dtype},
     )
 
 

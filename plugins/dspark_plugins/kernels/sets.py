@@ -84,6 +84,7 @@ def variants_for(
             cooperative=True,
         ),
         plans.row_limits(dtype="fp32"),
+        plans.chain_weights(dtype="fp32", mapped=False),
         *(
             plans.walk(dtype="fp32", tree=tree, probs=True, mapped=False)
             for tree in ((False, True) if trees else (False,))

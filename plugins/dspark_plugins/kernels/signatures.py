@@ -35,14 +35,20 @@ _SIGNATURES = {
         f"logits:*io query_start:*i32 {_SAMPLING} limits:*fp32 bounds:*i32 "
         "num_sequences:i32 vocab_size:i32 logits_stride:i32"
     ),
+    "chain_weights_kernel": (
+        "logits:*io tokens:*i32 query_start:*i32 draft_probs:*fp32 prob_rows:*i32 target_to_draft:*i32 "
+        "temperature:*fp32 coupled:*i32 limits:*fp32 bounds:*i32 weights:*fp32 num_sequences:i32 vocab_size:i32 "
+        "draft_vocab_size:i32 logits_stride:i32 max_depth:i32"
+    ),
     "schedule_kernel": (
         "confidence:*fp32 num_drafts:*i32 budgets:*i32 step:*i32 seconds:*fp32 verify_len:*i32 query_start:*i32 "
         "row_source:*i32 new_budgets:*i32 survival:*fp32 ordered:*fp32 rank_of:*i32 num_sequences:i32 block_size:i32"
     ),
     "walk_kernel": (
         "logits:*io tokens:*i32 query_start:*i32 parents:*i32 draft_probs:*fp32 prob_rows:*i32 target_to_draft:*i32 "
-        "positions:*i32 seeds:*i64 temperature:*fp32 coupled:*i32 limits:*fp32 bounds:*i32 left_of_all:*fp32 "
-        "accepted:*i32 path:*i32 next_token:*i32 vocab_size:i32 draft_vocab_size:i32 logits_stride:i32 max_depth:i32"
+        "positions:*i32 seeds:*i64 temperature:*fp32 coupled:*i32 limits:*fp32 bounds:*i32 weights:*fp32 "
+        "left_of_all:*fp32 accepted:*i32 path:*i32 next_token:*i32 vocab_size:i32 draft_vocab_size:i32 "
+        "logits_stride:i32 max_depth:i32"
     ),
 }
 
@@ -57,6 +63,7 @@ MODULES = {  # where each kernel's device code is
     "write_rows_kernel": "attention",
     "block_sample_kernel": "block_sample",
     "row_limits_kernel": "verify",
+    "chain_weights_kernel": "verify",
     "schedule_kernel": "schedule",
     "walk_kernel": "verify",
 }

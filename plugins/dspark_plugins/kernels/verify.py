@@ -1,4 +1,5 @@
-"""Device code of verification: first every row's truncation, then one walk down each sequence's tree.
+"""Device code of verification: first every row's truncation, then the joint weights of chains, then one walk down each
+sequence's tree.
 
 The rules are those of the plain version. A walk reads the logits of the rows it comes to, and keeps what is left of p
 after rejected children in `left`.
@@ -21,7 +22,7 @@ from dspark_plugins.kernels.sampling import (
     uniform_of,
 )
 
-__all__ = ["row_limits_kernel", "walk_kernel"]
+__all__ = ["chain_weights_kernel", "row_limits_kernel", "walk_kernel"]
 
 _NONE = tl.constexpr(2147483647)
 
@@ -70,6 +71,100 @@ def row_limits_kernel(
         tl.store(bounds + row * 3, cut)
         tl.store(bounds + row * 3 + 1, last)
         tl.store(bounds + row * 3 + 2, finite.to(tl.int32))
+
+
+@triton.jit
+def chain_weights_kernel(
+    logits,
+    tokens,
+    query_start,
+    draft_probs,
+    prob_rows,
+    target_to_draft,
+    temperature,
+    coupled,
+    limits,
+    bounds,
+    weights,
+    num_sequences,
+    vocab_size,
+    draft_vocab_size,
+    logits_stride,
+    max_depth,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find joint weights for block verification; grid (T,).
+
+    `weights` [T, 2] float32: w_k of row k of a chain, and S_k = sum of max(w_k p - q, 0) where a draft is behind it.
+    Rows of the anchor, of other rules and behind a row that is not finite are not for reading.
+    """
+    row = tl.program_id(0)
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) <= row:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(query_start + low)
+    end = tl.load(query_start + low + 1)
+    k = row - start
+    by_block = (tl.load(temperature + low) > 0) & (tl.load(coupled + low) == 0)
+    if by_block & (row < end) & (k > 0) & (k <= max_depth):
+        weight = tl.full((), 1.0, tl.float32)
+        for j in range(1, k + 1):
+            at = start + j - 1
+            drafted = tl.load(tokens + at + 1)
+            p = _p_at(
+                logits + at.to(tl.int64) * logits_stride, drafted, vocab_size, tl.load(limits + at * 3),
+                tl.load(limits + at * 3 + 1), tl.load(bounds + at * 3), tl.load(bounds + at * 3 + 1),
+            )  # fmt: skip
+            finite = tl.load(bounds + at * 3 + 2) != 0
+            joint = weight * (p / tl.where(finite, tl.load(limits + at * 3 + 2), 1.0))
+            q = _drafted(
+                draft_probs, tl.load(prob_rows + at + 1), draft_vocab_size, target_to_draft, drafted, drafted,
+                drafted < vocab_size, MAPPED,
+            )  # fmt: skip
+            weight = tl.where(joint < q, joint / tl.maximum(q, 1e-37), tl.where(joint > 0, 1.0, 0.0))
+        rest = tl.full((), 0.0, tl.float32)
+        if (weight > 0) & (row + 1 < end) & (k < max_depth) & (tl.load(bounds + row * 3 + 2) != 0):
+            rest = _anything_left(
+                logits + row.to(tl.int64) * logits_stride, weights, 1, vocab_size, tl.load(limits + row * 3),
+                tl.load(limits + row * 3 + 1), tl.load(bounds + row * 3), tl.load(bounds + row * 3 + 1),
+                tl.load(limits + row * 3 + 2) / weight, draft_probs, tl.load(prob_rows + row + 1),
+                draft_vocab_size, target_to_draft, tl.load(tokens + row + 1), MAPPED, BLOCK,
+            )  # fmt: skip
+        tl.store(weights + row * 2, weight)
+        tl.store(weights + row * 2 + 1, rest)
+
+
+@triton.jit
+def _block_length(
+    prob_rows, bounds, weights, start, num_drafts, seed, position,
+):  # fmt: skip
+    """Return how many drafts of a chain are accepted by block verification and their joint weight; -1 where nothing
+    was drawn, so that it goes token by token.
+    """
+    best = tl.full((), 0, tl.int32)
+    best_weight = tl.full((), 1.0, tl.float32)
+    drawn = tl.full((), 0, tl.int32)
+    readable = tl.load(bounds + start * 3 + 2)
+    for k in range(1, num_drafts + 1):
+        at = start + k
+        drawn = tl.maximum(drawn, (tl.load(prob_rows + at) >= 0).to(tl.int32))
+        weight = tl.load(weights + at * 2)
+        left = tl.load(weights + at * 2 + 1)
+        goes_on = (k < num_drafts) & (tl.load(bounds + at * 3 + 2) != 0)
+        total = left + 1.0 - weight
+        inner = tl.where(total > 0, left / tl.maximum(total, 1e-37), 1.0)
+        u = uniform_of(seed, position + k - 1, k - 1, ACCEPT).to(tl.float32)
+        accepts = (readable != 0) & (u < tl.where(goes_on, inner, weight))
+        best = tl.where(accepts, k, best)
+        best_weight = tl.where(accepts, weight, best_weight)
+        readable = tl.where(goes_on, readable, 0)
+    return tl.where(drawn != 0, best, -1), best_weight
 
 
 @triton.jit
@@ -194,6 +289,7 @@ def walk_kernel(
     coupled,
     limits,
     bounds,
+    weights,
     left_of_all,
     accepted,
     path,
@@ -208,7 +304,9 @@ def walk_kernel(
     BLOCK: tl.constexpr,
     BLOCK_CHILDREN: tl.constexpr,
 ):
-    """Walk one sequence; grid (R,). `left_of_all` [R, V] float32 is room for what rejection leaves of p."""
+    """Walk one sequence; grid (R,). `left_of_all` [R, V] float32 is room for what refusing leaves of p, `weights` what
+    `chain_weights_kernel` found (read for chains with distributions alone).
+    """
     sequence = tl.program_id(0)
     start = tl.load(query_start + sequence)
     num_rows = tl.load(query_start + sequence + 1) - start
@@ -224,6 +322,17 @@ def walk_kernel(
     walking = (num_rows > 0).to(tl.int32)
     for i in range(max_depth):
         tl.store(path + sequence * max_depth + i, -1)
+    block_weight = tl.full((), -1.0, tl.float32)  # of the accepted drafts, where they are decided on together
+    if PROBS and not TREE:
+        num_drafts = tl.minimum(num_rows - 1, max_depth)
+        if sampled & (races == 0) & (num_drafts > 1):
+            length, weight = _block_length(prob_rows, bounds, weights, start, num_drafts, seed, position)
+            if length >= 0:
+                block_weight = weight
+                depth = length
+                node = length
+                for i in range(length):
+                    tl.store(path + sequence * max_depth + i, i + 1)
     while walking > 0:
         at = start + node
         row = logits + at.to(tl.int64) * logits_stride
@@ -248,6 +357,8 @@ def walk_kernel(
                     first = tl.full((), 1, tl.int32)
                     lane = tl.full((), 0, tl.int32)
                     mass = total
+                    if block_weight >= 0:
+                        mass = total / block_weight
                     while child >= 0:
                         drafted = tl.load(tokens + start + child)
                         q_row = none
@@ -261,8 +372,9 @@ def walk_kernel(
                             draft_probs, q_row, draft_vocab_size, target_to_draft, drafted, drafted,
                             drafted < vocab_size, MAPPED,
                         )  # fmt: skip
-                        u = uniform_of(seed, position + depth, lane, ACCEPT).to(tl.float32)
-                        if u * q < p:
+                        number = lane if TREE else depth
+                        u = uniform_of(seed, position + depth, number, ACCEPT).to(tl.float32)
+                        if (u * q < p) & (block_weight < 0):
                             taken = child
                             child = none
                         else:

@@ -30,7 +30,8 @@ def verify(
     coupled: Tensor,
     max_depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk every sequence's rows from its anchor; greedy at temperature 0, else coupled or by rejection.
+    """Walk every sequence's rows from its anchor: greedy at temperature 0, else coupled, as a block (chains with
+    distributions) or by rejection.
 
     Rows from query_start[R] on are padding and are not read.
 

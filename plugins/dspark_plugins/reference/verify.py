@@ -2,12 +2,17 @@
 
     greedy     go to the child that is the arg-max
     coupled    go to the child that the target itself draws
+    block      chains of several drafts of which any was drawn: w_0 = 1, w_k = min(w_(k-1) p_k / q_k, 1), S_k the sum of
+               max(w_k p_(k+1) - q_(k+1), 0); the accepted length is the largest k with u_k < S_k / (S_k + 1 - w_k), or
+               < w_k at the last one; the next token is drawn from max(w p - q, 0) there (arXiv 2403.10444)
     rejection  try the children in order: child i, drawn from q_i, is taken with min(1, p_i / q_i), else
                p_(i+1) = max(p_i - q_i, 0), renormalised; with none taken the next token is drawn from what is left
 
-A chain is the tree of one child each. The last rule keeps the target's distribution whatever the q_i are, as long as
-child i was drawn from q_i given its earlier siblings: drawn independently they share one q (arXiv 2305.09781), drawn
-without replacement each has its own. Sources of the chain rule: arXiv 2302.01318, 2211.17192.
+A chain is the tree of one child each. Where neither a seed was named nor the temperature is 0, chains go by `block` and
+trees, single drafts and one-hot chains by `rejection`; for the latter two the rules are one. `rejection` keeps the
+target's distribution whatever the q_i are, as long as child i was drawn from q_i given its earlier siblings: drawn
+independently they share one q (arXiv 2305.09781), drawn without replacement each has its own. Sources of its chain
+rule: arXiv 2302.01318, 2211.17192.
 """
 
 from __future__ import annotations
@@ -70,10 +75,14 @@ def verify(
             [-1, *range(num_rows - 1)] if parents is None else parents[start:stop].tolist(),
         )
         rows = Rows(logits[start:stop], temperature[i], top_k[i], top_p[i], min_p[i])
-        noise = Noise(seeds[i : i + 1], int(positions[i]))
+        noise = Noise(seeds[i : i + 1], int(positions[i]), chain=parents is None)
+        num_drafts = min(num_rows - 1, max_depth)
         if float(temperature[i]) > 0 and not bool(coupled[i]):
             q = Drafted(draft_probs, prob_rows, target_to_draft, start, tree.tokens, logits.shape[1])
-            nodes, added = walk_rejection(tree, rows, q, noise, max_depth)
+            if parents is None and num_drafts > 1 and q.any_drawn(num_drafts):
+                nodes, added = walk_block(tree.tokens, rows, q, noise, num_drafts)
+            else:
+                nodes, added = walk_rejection(tree, rows, q, noise, max_depth)
         else:
             nodes, added = _walk_drawn(tree, rows, noise, max_depth, coupled=bool(coupled[i]))
         accepted[i], next_token[i] = len(nodes), added
@@ -104,17 +113,31 @@ class Rows:
         log_weights, finite = truncated_weights(self._logits[node : node + 1].float(), *self._params)
         return log_weights if bool(finite[0]) else None
 
+    def probs(self, node: int) -> Tensor | None:
+        """Return p of a row, float64 [V], None for one that is not finite."""
+        log_weights = self.log_weights(node)
+        if log_weights is None:
+            return None
+        weights = log_weights[0].double().exp()
+        return weights / weights.sum()
+
 
 class Noise:
-    """Random numbers of one sequence; `depth` counts from the first drafted position."""
+    """Random numbers of one sequence; `depth` counts from the first drafted position.
 
-    def __init__(self, seed: Tensor, position: int) -> None:
-        self.seed, self._position = seed, position
+    Drafts of a chain are judged with numbers of their own for each anchor: under `block` those behind the accepted ones
+    are looked at too, and drafted again.
+    """
+
+    def __init__(self, seed: Tensor, position: int, *, chain: bool = False) -> None:
+        self.seed, self._position, self._chain = seed, position, chain
 
     def position(self, depth: int) -> Tensor:
         return torch.full_like(self.seed, self._position + depth)
 
     def uniform(self, depth: int, purpose: int, lane: int = 0) -> Tensor:
+        if self._chain and purpose == ACCEPT:
+            lane = depth
         return uniform(self.seed, self.position(depth), purpose, lane)
 
 
@@ -132,6 +155,11 @@ class Drafted:
     ) -> None:
         self._probs, self._rows, self._inverse = probs, rows, target_to_draft
         self._start, self._tokens, self._vocab_size = start, tokens, vocab_size
+
+    def any_drawn(self, num_drafts: int) -> bool:
+        """Return whether one of a chain's first drafts was drawn rather than looked up."""
+        rows = None if self._probs is None else self._rows
+        return rows is not None and bool((rows[self._start + 1 : self._start + 1 + num_drafts] >= 0).any())
 
     def q(self, node: int) -> Tensor:
         """Return q over the target's vocabulary, float64 [V]."""
@@ -162,6 +190,39 @@ def _walk_drawn(
             return nodes, token
         node = hits[0]
         nodes.append(node)
+
+
+def walk_block(
+    tokens: list[int], rows: Rows, drafted: Drafted, noise: Noise, num_drafts: int
+) -> tuple[list[int], int]:
+    """Decide over a chain as a whole; a row that is not finite ends the block in front of it."""
+    ps: list[Tensor] = []
+    weights = [1.0]
+    while len(ps) < num_drafts and (p := rows.probs(len(ps))) is not None:
+        ps.append(p)
+        token = tokens[len(ps)]
+        joint, q = weights[-1] * float(p[token]), float(drafted.q(len(ps))[token])
+        weights.append(joint / q if joint < q else float(joint > 0.0))
+
+    def left_at(k: int) -> Tensor:
+        return (weights[k] * ps[k] - drafted.q(k + 1)).clamp(min=0)
+
+    def threshold(k: int) -> float:
+        if k == len(ps):
+            return weights[k]
+        left = float(left_at(k).sum())
+        total = left + 1.0 - weights[k]
+        return left / total if total > 0.0 else 1.0
+
+    fitting = (k for k in range(len(ps), 0, -1) if float(noise.uniform(k - 1, ACCEPT)) < threshold(k))
+    accepted = next(fitting, 0)
+    nodes = [*range(1, accepted + 1)]
+    if accepted == len(ps):
+        log_weights = rows.log_weights(accepted)
+        return nodes, -1 if log_weights is None else _drawn(log_weights, noise, accepted, coupled=False)
+    left = left_at(accepted)
+    left = left if float(left.sum()) > 0 else ps[accepted]
+    return nodes, int(inverse_cdf(left[None], noise.uniform(accepted, REPLACE)))
 
 
 def walk_rejection(

@@ -54,12 +54,13 @@ class Verify(Operation):
 
     def variants(self, shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Variant]:
         self.check(shapes[0][1] > 0, f"the vocabulary must be fixed, got logits {shapes[0]}")
-        return [plans.row_limits(dtype=dtypes[0]), self._walk(dtypes[0])]
+        weights = [self._chain_weights(dtypes[0])] if self._weighs else []
+        return [plans.row_limits(dtype=dtypes[0]), *weights, self._walk(dtypes[0])]
 
     def scratch(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         num_rows, vocab_size = shapes[0]
         (num_sequences,) = shapes[self._at["positions"]]
-        return num_rows * 12, num_rows * 12, num_sequences * vocab_size * 4
+        return num_rows * 12, num_rows * 12, num_rows * 8, num_sequences * vocab_size * 4
 
     def launches(
         self,
@@ -72,7 +73,7 @@ class Verify(Operation):
         at = {name: buffer.address for name, buffer in given.items()}
         num_rows, vocab_size = given["logits"].shape
         (num_sequences,) = given["positions"].shape
-        limits, bounds, left = scratch
+        limits, bounds, weights, left = scratch
         yield Launch.of(
             plans.row_limits(dtype=given["logits"].dtype),
             (num_rows,),
@@ -85,8 +86,27 @@ class Verify(Operation):
             vocab_size=vocab_size,
             logits_stride=vocab_size,
         )
-        read = {name: at[name] for name in at if name not in ("top_k", "top_p", "min_p")}
         draft_vocab_size = given["draft_probs"].shape[1] if "draft_probs" in given else vocab_size
+        sizes = {
+            "vocab_size": vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "logits_stride": vocab_size,
+            "max_depth": self.number("max_depth"),
+        }
+        if self._weighs:
+            names = ("logits", "tokens", "query_start", "draft_probs", "prob_rows", "temperature", "coupled")
+            yield Launch.of(
+                self._chain_weights(given["logits"].dtype),
+                (num_rows,),
+                **{name: at[name] for name in names},
+                target_to_draft=at.get("target_to_draft", left),
+                limits=limits,
+                bounds=bounds,
+                weights=weights,
+                num_sequences=num_sequences,
+                **sizes,
+            )
+        read = {name: at[name] for name in at if name not in ("top_k", "top_p", "min_p")}
         yield Launch.of(
             self._walk(given["logits"].dtype),
             (num_sequences,),
@@ -95,12 +115,18 @@ class Verify(Operation):
             **{port.name: buffer.address for port, buffer in zip(self.outputs, outputs, strict=True)},
             limits=limits,
             bounds=bounds,
+            weights=weights,
             left_of_all=left,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            logits_stride=vocab_size,
-            max_depth=self.number("max_depth"),
+            **sizes,
         )
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether chains have distributions, and so joint weights."""
+        return self.number("probs") > 0 and not self.number("tree")
+
+    def _chain_weights(self, dtype: str) -> Variant:
+        return plans.chain_weights(dtype=dtype, mapped=self.number("mapped") > 0)
 
     def _walk(self, dtype: str) -> Variant:
         probs = self.number("probs") > 0

@@ -73,9 +73,9 @@ def drawing_sequences(plan: StepPlan) -> list[Sequence]:
 
 def needs_host(sequence: Sequence) -> bool:
     """Return whether the host must see the logits of a sequence."""
-    # Devices verify token by token.
-    blocks = sequence.sampler.rule == "block"
-    return blocks or sequence.request.params.wants_log_probs or sequence.sampler.alters(0)
+    # Devices verify chains as blocks: `rejection` is known to the host alone.
+    by_token = sequence.sampler.rule == "rejection"
+    return by_token or sequence.request.params.wants_log_probs or sequence.sampler.alters(0)
 
 
 def _one_hot(rows: StepRows) -> Int32:

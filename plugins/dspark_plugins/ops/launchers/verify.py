@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dspark_plugins.kernels import plans
-from dspark_plugins.kernels.verify import row_limits_kernel, walk_kernel
+from dspark_plugins.kernels.verify import chain_weights_kernel, row_limits_kernel, walk_kernel
 from dspark_plugins.ops.launchers.start import DTYPE_NAMES, empty, start
 
 __all__ = ["launch_verify"]
@@ -29,7 +29,7 @@ def launch_verify(
     coupled: Tensor,
     max_depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `dspark::verify` says: a launch over all rows, one over all sequences."""
+    """Do what `dspark::verify` says: one or two launches over all rows, one over all sequences."""
     num_rows, vocab_size = logits.shape
     num_sequences = len(positions)
     dtype = DTYPE_NAMES[logits.dtype]
@@ -41,6 +41,21 @@ def launch_verify(
         *(logits, query_start, temperature, top_k, top_p, min_p, limits, bounds),
         *(num_sequences, vocab_size, logits.stride(0)),
     )
+    has_probs, draft_vocab_size = draft_probs is not None, vocab_size
+    mapped = has_probs and target_to_draft is not None
+    inverse = tokens if target_to_draft is None else target_to_draft
+    weights = empty(logits, torch.float32, num_rows, 2)
+    if draft_probs is not None:
+        draft_vocab_size = draft_probs.shape[1]
+    if draft_probs is not None and prob_rows is not None and parents is None:
+        start(
+            chain_weights_kernel,
+            plans.chain_weights(dtype=dtype, mapped=mapped),
+            (num_rows,),
+            *(logits, tokens, query_start, draft_probs, prob_rows, inverse, temperature, coupled),
+            *(limits, bounds, weights, num_sequences, vocab_size, draft_vocab_size, logits.stride(0)),
+            max_depth,
+        )
     accepted = empty(tokens, torch.int32, num_sequences)
     path = empty(tokens, torch.int32, num_sequences, max_depth)
     next_token = empty(tokens, torch.int32, num_sequences)
@@ -48,8 +63,8 @@ def launch_verify(
     variant = plans.walk(
         dtype=dtype,
         tree=parents is not None,
-        probs=draft_probs is not None,
-        mapped=draft_probs is not None and target_to_draft is not None,
+        probs=has_probs,
+        mapped=mapped,
     )
     start(
         walk_kernel,
@@ -57,8 +72,8 @@ def launch_verify(
         (num_sequences,),
         *(logits, tokens, query_start, tokens if parents is None else parents),
         *(left if draft_probs is None else draft_probs, tokens if prob_rows is None else prob_rows),
-        *(tokens if target_to_draft is None else target_to_draft, positions, seeds, temperature, coupled),
-        *(limits, bounds, left, accepted, path, next_token, vocab_size),
-        *(vocab_size if draft_probs is None else draft_probs.shape[1], logits.stride(0), max_depth),
+        *(inverse, positions, seeds, temperature, coupled),
+        *(limits, bounds, weights, left, accepted, path, next_token, vocab_size),
+        *(draft_vocab_size, logits.stride(0), max_depth),
     )
     return accepted, path, next_token
