@@ -106,6 +106,8 @@ def test_prompts_of_any_size_are_refused_at_once(server):
         assert "[INVALID_ARG] messages: got 'a " in ask(server, messages=messages).error
         status, said = posted(server, "generate_stream", json.dumps({"text_input": text}).encode())
         assert status == 400 and "[INVALID_ARG] text_input" in said
+    messages = json.dumps([{"role": "user", "content": ""}] * 50_000)
+    assert "[INVALID_ARG] messages: got 'a chat of 50000 messages'" in ask(server, messages=messages).error
     ids = np.ones((1, 1 << 20), np.int32)
     assert f"allowed is at most {most} tokens" in ask(server, input_ids=ids).error
 

@@ -326,3 +326,64 @@ def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized():
                 tokenizer=Counting(),
                 limits=limits,
             )
+
+
+def limits_of(**options):
+    return ModelLimits.of(vocab_size=256, max_context_len=64, **options)
+
+
+def test_a_chat_of_more_messages_than_fit_is_refused_before_it_is_rendered():
+    class Chat(ByteCodec):
+        """Eight bytes around every message, three around a tool's, and no two of a system in a row."""
+
+        num_rendered = 0
+
+        def apply_chat_template(self, messages, **_options):
+            self.num_rendered += 1
+            roles = [message["role"] for message in messages]
+            if roles.count("system") > 1:
+                raise RequestError("messages", roles, "one of the system")
+            return [1] * sum(3 if role == "tool" else 8 for role in roles)
+
+    codec = Chat()
+    limits = limits_of(tokenizer=codec)
+    assert limits.most_messages == 64 // 3
+    codec.num_rendered = 0
+    for roles, allowed in ((["user"] * 21, False), (["tool"] * 21, True), (["tool"] * 22, False)):
+        given = json.dumps([{"role": role, "content": ""} for role in roles])
+        fields = {"messages": np.array([[given.encode()]], dtype=object)}
+        options = {"requested_outputs": ["text_output"], "tokenizer": codec, "limits": limits}
+        if allowed:
+            assert len(parse_request(fields, {}, **options).prompt_ids) == 63
+        else:
+            with pytest.raises(
+                RequestError, match=r"messages: got 'a (chat of 22 messages|prompt of 168 tok)"
+            ):
+                parse_request(fields, {}, **options)
+    assert codec.num_rendered == 2, "22 messages were rendered"
+    assert limits_of(tokenizer=None).most_messages is None
+
+    class Bare(ByteCodec):
+        def apply_chat_template(self, messages, **_options):
+            raise RequestError("messages", messages, "nothing: there is no chat template")
+
+    assert limits_of(tokenizer=Bare()).most_messages == 64
+
+
+@pytest.mark.parametrize("field", ["tools", "messages"])
+def test_tools_and_their_calls_are_measured_before_they_are_rendered(field):
+    function = {"name": "x" * 65, "arguments": {}}
+    message = {"role": "assistant", "content": ""}
+    if field == "messages":
+        message["tool_calls"] = [{"type": "function", "function": function}]
+    given = {"messages": json.dumps([message])}
+    if field == "tools":
+        given["tools"] = json.dumps([{"type": "function", "function": function}])
+    with pytest.raises(RequestError, match=rf"^{field}: got 'a text of \d+ bytes'"):
+        parse_request(
+            {name: np.array([[text.encode()]], dtype=object) for name, text in given.items()},
+            {},
+            requested_outputs=["text_output"],
+            tokenizer=ByteCodec(),
+            limits=limits_of(tokenizer=ByteCodec()),
+        )

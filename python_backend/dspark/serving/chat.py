@@ -21,8 +21,11 @@ _KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id
 _TOOLS: Final = 'a JSON list of {"type": "function", "function": {"name": text, ...}}'
 
 
-def parse_messages(text: str) -> list[dict[str, object]]:
+def parse_messages(text: str, *, most: int | None = None) -> list[dict[str, object]]:
     """Return the messages that a text holds.
+
+    Arguments:
+        most: so many fit into a context; None = not known.
 
     Raises:
         RequestError: on field `messages`.
@@ -30,6 +33,8 @@ def parse_messages(text: str) -> list[dict[str, object]]:
     given = _json("messages", text, _MESSAGES)
     if not isinstance(given, list) or not given:
         raise RequestError("messages", text, _MESSAGES)
+    if most is not None and len(given) > most:
+        raise RequestError("messages", f"a chat of {len(given)} messages", f"at most {most} (in one context)")
     return [_message(message) for message in given]
 
 

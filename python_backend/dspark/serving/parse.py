@@ -6,7 +6,9 @@ Pure: knows the wire contract and a tokenizer, and neither Triton nor the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
 
@@ -23,6 +25,7 @@ __all__ = ["ModelLimits", "ParsedRequest", "TextCodec", "parse_request"]
 
 _PROMPT_FIELDS: Final = ("text_input", "input_ids", "messages")
 _ONE_PROMPT: Final = "exactly one of text_input, input_ids and messages"
+_LONGEST_ROLE: Final = 16  # characters of those that chat templates know
 _ALL_OUTPUTS: Final = frozenset(spec.name for spec in OUTPUTS)
 _PERF_OUTPUTS: Final = (
     "acceptance_rate",
@@ -79,16 +82,33 @@ class ModelLimits:
     vocab_size: int
     max_context_len: int  # tokens, prompt and answer together
     longest_token_bytes: int | None = None  # of the vocabulary; None = not known
+    most_messages: int | None = None  # that a chat can have, all of them empty; None = not known
 
     @classmethod
     def of(cls, *, vocab_size: int, max_context_len: int, tokenizer: TextCodec | None) -> ModelLimits:
-        """Return the limits with the longest token of a tokenizer."""
-        longest = None
-        if tokenizer is not None:
-            longest = max(len(tokenizer.token_bytes(token)) for token in range(vocab_size))
+        """Return the limits with the longest token of a tokenizer, and the shortest message of its chat template."""
+        if tokenizer is None:
+            return cls(vocab_size=vocab_size, max_context_len=max_context_len)
+        longest = max(len(tokenizer.token_bytes(token)) for token in range(vocab_size))
         return cls(
-            vocab_size=vocab_size, max_context_len=max_context_len, longest_token_bytes=longest or None
+            vocab_size=vocab_size,
+            max_context_len=max_context_len,
+            longest_token_bytes=longest or None,
+            most_messages=max_context_len // _shortest_message(tokenizer),
         )
+
+
+def _shortest_message(tokenizer: TextCodec) -> int:
+    """Return how many tokens a message has at least, whatever its role: what the chat template writes around it."""
+
+    def chat_len(roles: Sequence[str]) -> int:
+        return len(tokenizer.apply_chat_template([{"role": role, "content": ""} for role in roles]))
+
+    shortest = []
+    for roles in (("user",), ("assistant",), ("user", "assistant"), ("system",), ("tool",)):
+        with contextlib.suppress(RequestError):  # no template, or not one that takes this order
+            shortest.append((chat_len(["user", *roles * 8]) - chat_len(["user"])) // (8 * len(roles)))
+    return max(1, min(shortest, default=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +198,9 @@ def _prompt_ids(
         ids = tuple(tokenizer.encode(cast(str, fields[name])))
     else:
         tools = parse_tools(cast(str, fields["tools"])) if "tools" in fields else None
-        messages = parse_messages(cast(str, fields[name]))
-        _check_text_len(name, (cast(str, message["content"]) for message in messages), limits)
+        messages = parse_messages(cast(str, fields[name]), most=limits.most_messages)
+        _check_text_len(name, _texts_of(messages), limits)
+        _check_text_len("tools", (cast(str, fields.get("tools", "")),), limits)
         ids = tuple(tokenizer.apply_chat_template(messages, tools=tools or None))
     if not ids:
         raise RequestError(name, fields[name], "a prompt of at least one token")
@@ -188,6 +209,14 @@ def _prompt_ids(
         allowed = f"at most {longest} tokens (a context of {limits.max_context_len} less one for the answer)"
         raise RequestError(name, f"a prompt of {len(ids)} tokens", allowed)
     return ids
+
+
+def _texts_of(messages: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    """Yield everything that a chat template may write of some messages (a known role perhaps in fewer letters)."""
+    for message in messages:
+        for name, value in message.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield text[_LONGEST_ROLE:] if name == "role" else text
 
 
 def _check_text_len(name: str, texts: Iterable[str], limits: ModelLimits) -> None:
