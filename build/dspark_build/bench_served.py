@@ -3,9 +3,11 @@
     python -m dspark_build.bench_served --concurrency 1 4 16 32
 
 Both run what model_repository/dspark/1/model.yaml says, in turn, plain and with the server's own policy, on the same
-prompts in the same order. Users each wait for their answer and ask again; times are taken where the client, or here the
-receiver of the outputs, sees them. Throughput is that of the time in which every user had a request open: neither a
-client's own start nor the end, when fewer and fewer are left, says anything of serving.
+prompts in the same order; both are started anew a few times, since which memory a process gets makes its steps some
+percent faster or slower for as long as it lives. As it stands it takes some eight minutes and prints one table. Users
+each wait for their answer and ask again; times are taken where the client, or here the receiver of the outputs, sees
+them. Throughput is that of the time in which every user had a request open: neither a client's own start nor the end,
+when fewer and fewer are left, says anything of serving.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from dspark.serving.checks import load_checked_config
 from dspark.serving.paths import default_model_repository
 from dspark.serving.process import ServerOptions, ServerProcess
 
-__all__ = ["main"]
+__all__ = ["figures_of", "main", "table_of"]
 
 _MODES = {"plain": 0, "scheduled": -1}  # num_draft_tokens
 _LIMIT_S = 120.0  # of one load
+_WANTED = 0.92  # of the tokens/s in process
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class Figures:
     tokens_per_s: float
     first_token_s: float  # median from sending to the first output
     token_s: float  # median time between tokens
+
+
+# Users and mode -> rounds, in process and served.
+Cells = dict[tuple[int, str], list[tuple[Figures, Figures]]]
 
 
 def figures_of(answers: Sequence[Answer], *, users: int) -> Figures:
@@ -83,16 +90,28 @@ def figures_of(answers: Sequence[Answer], *, users: int) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as a program."""
+    """Run as a program; return 1 when a load could not be measured at all."""
     parser = argparse.ArgumentParser(prog="python -m dspark_build.bench_served", description=__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--mode", nargs="+", choices=_MODES, default=list(_MODES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=2, help="of engine and server; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="after each start; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--requests-per-user", type=int, default=4)
     parser.add_argument("--prompts", type=Path, default=Path("clients/prompts/eval.jsonl"))
     args = parser.parse_args(arguments)
-    prompts = [json.loads(line)["turns"][0].splitlines()[0] for line in args.prompts.open()][:32]
+    cells: Cells = {cell: [] for cell in itertools.product(args.concurrency, args.mode)}
+    for _ in range(args.starts):
+        _measure(cells, args)
+    print(table_of(cells))
+    return 0 if all(cells.values()) else 1
+
+
+def _measure(cells: Cells, args: argparse.Namespace) -> None:
+    """Start engine and server, and add rounds of every load."""
+    prompts = [
+        json.loads(line)["turns"][0].splitlines()[0] for line in args.prompts.read_text().splitlines()
+    ][:32]
     version_dir = default_model_repository() / "dspark" / "1"
     config = load_checked_config(version_dir / "model.yaml", {}, base=version_dir)
     runtime = load_runtime(config, base=version_dir)
@@ -103,15 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             lines.write("\n".join(prompts))
             lines.flush()
-            for users, mode in itertools.product(args.concurrency, args.mode):
-                pairs = []
-                for _ in range(args.rounds + 1):
+            for (users, mode), pairs in cells.items():
+                for turn in range(args.rounds + 1):
                     here = in_process(runtime, prompts, args, users=users, num_draft_tokens=_MODES[mode])
-                    pairs.append((here, served(server.grpc_url, lines.name, args, users=users, mode=mode)))
-                _tell(users, mode, pairs[1:])  # the first fills caches and curves
+                    try:
+                        there = served(server.grpc_url, lines.name, args, users=users, mode=mode)
+                    except subprocess.SubprocessError as error:  # perf_analyzer falls now and then
+                        _say(f"{users} users, {mode}: a round is left out: {_reason(error)}")
+                        continue
+                    if turn:  # the first fills caches and curves
+                        pairs.append((here, there))
+                _say(f"{users} users, {mode}: {len(pairs)} rounds")
     finally:
         runtime.engine.close()
-    return 0
 
 
 def in_process(
@@ -182,23 +205,47 @@ def served(url: str, prompts: str, args: argparse.Namespace, *, users: int, mode
     return figures_of(answers, users=users)
 
 
-def _tell(users: int, mode: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
-    """Print the medians of what was measured in process and served, and how they compare round by round."""
+def table_of(cells: Cells) -> str:
+    """Return medians of what was measured in process and served, and of their ratios round by round, as Markdown."""
+    lines = [
+        "| users | mode | tokens/s | ratio, rounds | first token p50, ms | between tokens, ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (users, mode), pairs in cells.items():
+        if not pairs:
+            lines.append(f"| {users} | {mode} | failed | | | |")
+            continue
+        ratios = sorted(there.tokens_per_s / here.tokens_per_s for here, there in pairs)
+        wanted = f"{statistics.median(ratios):.3f}"
+        if statistics.median(ratios) < _WANTED:
+            wanted = f"**{wanted}**"
+        spread = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        rate, first, between = (
+            " -> ".join(f"{scale * median:.{digits}f}" for median in _medians(pairs, name))
+            for name, scale, digits in (
+                ("tokens_per_s", 1, 0),
+                ("first_token_s", 1e3, 1),
+                ("token_s", 1e3, 2),
+            )
+        )
+        lines.append(f"| {users} | {mode} | {rate} | {wanted} ({spread}) | {first} | {between} |")
+    return "\n".join(lines)
 
-    def median(name: str) -> Iterator[float]:
-        for side in range(2):
-            yield statistics.median(getattr(pair[side], name) for pair in pairs)
 
-    ratios = sorted(there.tokens_per_s / here.tokens_per_s for here, there in pairs)
-    here, there = median("tokens_per_s")
-    first_here, first_there = median("first_token_s")
-    token_here, token_there = median("token_s")
-    print(
-        f"{users:3d} users, {mode:9s}: {here:7.1f} -> {there:7.1f} tokens/s, ratio {statistics.median(ratios):.3f} "
-        f"({ratios[0]:.3f} to {ratios[-1]:.3f}); first token {1e3 * first_here:6.1f} -> {1e3 * first_there:6.1f} ms; "
-        f"per token {1e3 * token_here:5.2f} -> {1e3 * token_there:5.2f} ms",
-        flush=True,
-    )
+def _medians(pairs: Sequence[tuple[Figures, Figures]], name: str) -> Iterator[float]:
+    """Yield a figure's median in process and served."""
+    for side in range(2):
+        yield statistics.median(getattr(pair[side], name) for pair in pairs)
+
+
+def _reason(error: subprocess.SubprocessError) -> str:
+    words = getattr(error, "stderr", None) or b""
+    lines = words.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else str(error)
+
+
+def _say(message: str) -> None:
+    print(f"bench_served: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
