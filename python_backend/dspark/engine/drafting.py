@@ -96,14 +96,21 @@ class DraftStage:
             return empty
 
     def inputs(self, plan: StepPlan) -> list[DraftInput]:
-        """Return what is asked for of each decoding sequence [R]; the policy is asked once in a step."""
+        """Return what is asked for of each decoding sequence [R], [] where that is nothing of anyone.
+
+        The policy is asked once in a step.
+        """
         if self._asked is None or self._asked[0] is not plan:
-            caps = np.array([self._cap(s) for s in plan.decoding], np.int32)
+            caps = [self._cap(s) for s in plan.decoding]
             wanted = self._scheduler.draft_len(
-                sequence_ids=plan.sequence_ids, caps=caps, prefill_tokens=plan.num_prefill_tokens
-            )
-            wanted = np.minimum(wanted, caps)
-            inputs = [self._input(s, want) for s, want in zip(plan.decoding, wanted.tolist(), strict=True)]
+                sequence_ids=plan.sequence_ids,
+                caps=np.array(caps, np.int32),
+                prefill_tokens=plan.num_prefill_tokens,
+            ).tolist()
+            inputs: list[DraftInput] = []
+            if any(wanted):
+                asked = zip(plan.decoding, wanted, caps, strict=True)
+                inputs = [self._input(s, min(want, cap)) for s, want, cap in asked]
             self._asked = (plan, inputs)
         return self._asked[1]
 
@@ -195,10 +202,9 @@ class DraftStage:
 
     def _cap(self, sequence: Sequence) -> int:
         """Return the most drafts that could be of use: request's cap, block size, room in the context."""
-        params = sequence.request.params
-        cap = min(self._drafter.block_size, self._max_context_len - len(sequence.token_ids))
-        if params.num_draft_tokens >= 0:
-            cap = min(cap, params.num_draft_tokens)
+        params, length = sequence.request.params, len(sequence.token_ids)
+        left = self._max_context_len - length
         if not self._whole_blocks:
-            cap = min(cap, params.max_tokens - sequence.output_len - 1)
-        return max(cap, 0)
+            left = min(left, params.max_tokens - 1 + sequence.prompt_len - length)
+        cap = self._drafter.block_size if params.num_draft_tokens < 0 else params.num_draft_tokens
+        return max(min(cap, left, self._drafter.block_size), 0)

@@ -169,14 +169,16 @@ class DraftPlanner:
         return self.num_steps - plan.made_at >= plan.holds or _CHANGED * changed > plan.num_eligible
 
     def _plan_is_for_both(self, num_eligible: int) -> bool:
-        """Return whether what holds without prompts holds beside them: drafting promises much, and few have left."""
+        """Return whether what holds without prompts holds beside them, as long as few have left.
+
+        So it is where drafting promises much, and where it does not pay: rows are no cheaper beside prompts.
+        """
         plan = self._plans[0]
-        return (
-            plan.promising
-            and plan.num_drafted > 0
-            and 2 * abs(num_eligible - plan.num_eligible) <= plan.num_eligible
-            and self.num_steps - plan.made_at <= _FRESH
-        )
+        if not plan.made_at or self.num_steps - plan.made_at > _FRESH:
+            return False
+        if plan.num_drafted:
+            return plan.promising and 2 * abs(num_eligible - plan.num_eligible) <= plan.num_eligible
+        return _CHANGED * abs(num_eligible - plan.num_eligible) <= plan.num_eligible
 
     def wanted_alone(self, row: int, cap: int) -> int | None:
         """Begin a step of a single sequence beside no prompts; return what `wanted` gives, None where a plan is due.
