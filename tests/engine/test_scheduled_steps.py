@@ -151,10 +151,10 @@ def test_steps_are_those_of_the_host(homes: dict[str, Home], home: str, calibrat
 
 def test_steps_stay_those_of_the_host_while_the_calibrator_learns(homes: dict[str, Home]) -> None:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 49, rng.integers(1, 14)).tolist() for _ in range(36)]
+    prompts = [rng.integers(0, 49, rng.integers(1, 14)).tolist() for _ in range(24)]
     params = [
         {"temperature": rng.choice([0.0, 0.8]), "seed": i, "max_tokens": int(rng.integers(10, 45))}
-        for i in range(36)
+        for i in range(24)
     ]
     many = replace(LIMITS, num_pages=300)
     mine, theirs = (Served(homes["good"], on_device=on_device, limits=many) for on_device in (True, False))

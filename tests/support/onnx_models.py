@@ -30,11 +30,13 @@ def cpu_session(model: str | bytes) -> onnxruntime.InferenceSession:
 def nothing_to_verify(
     bindings: Iterable[Binding], *, num_sequences: int, num_rows: int
 ) -> dict[str, np.ndarray]:
-    """Return what a target's graph is told of verification when it has none to do."""
-    sides = {"R": num_sequences, "R+1": num_sequences + 1, "M": num_rows, "Q": 1}
+    """Return what a target's graph is told of verification, and of drafted sequences, when there are none."""
+    sides = {"R": num_sequences, "R+1": num_sequences + 1, "M": num_rows, "Q": 1, "D": 1}
     late = itertools.dropwhile(lambda b: b.name != "verify_start", bindings)
     told = itertools.takewhile(lambda b: b.kind in ("input", "link"), late)
-    return {b.name: np.zeros([sides.get(str(side), side) for side in b.shape], numpy_dtype(b)) for b in told}
+    fed = {b.name: np.zeros([sides.get(str(side), side) for side in b.shape], numpy_dtype(b)) for b in told}
+    # One sequence of padding in place of none, whose shapes ONNX's own evaluator takes for others.
+    return {name: array - 1 if name == "kinds" else array for name, array in fed.items()}
 
 
 def operation(
