@@ -27,7 +27,7 @@ def block_sample_inputs(head: SampleHead) -> tuple[str, ...]:
     return (
         *(("markov_in", "markov_out") if head.head else ()),
         *(("mix_weight", "mix_bias") if head.head > 1 else ()),
-        *(("confidence_weight", "confidence_bias") if head.confidence else ()),
+        *(("confidence_weight", "confidence_bias", "greedy_confidence") if head.confidence else ()),
         *(("draft_to_target",) if head.mapped else ()),
         *(("previous_rows",) if head.previous else ()),
     )
@@ -60,6 +60,7 @@ def block_sample_function(head: SampleHead) -> onnx.FunctionProto:
         if confidence is None:
             confidence = b.op("ConstantOfShape", num_sequences)
         else:
+            confidence = parts.rated(b, confidence, logits, k)
             bad = b.op("Or", b.op("IsNaN", confidence), b.op("IsInf", confidence))
             alive = b.op("And", alive, b.op("Not", bad))
 
@@ -163,3 +164,16 @@ class _Parts:
             seen = b.op("Concat", hidden, embedded, axis=1)
         rated = b.op("Squeeze", b.linear(seen, self._confidence), b.ints(1))
         return b.op("Add", rated, b.op("Cast", "confidence_bias", to=TensorProto.FLOAT))
+
+    def rated(self, b: Graph, confidence: str, logits: str, k: str) -> str:
+        """Return the confidence [R] of position k; at temperature 0 from the draft's own probability too."""
+        zero = b.number(0, np.float32)
+        top, every = (b.op(kind, logits, b.ints(1), keepdims=0) for kind in ("ReduceMax", "ReduceLogSumExp"))
+        log_q = b.op("Min", b.op("Sub", top, every), zero)
+        rest = b.op("Sub", b.number(1, np.float32), b.op("Exp", log_q))
+        logit = b.op("Sub", log_q, b.op("Log", b.op("Max", rest, b.number(1e-4, np.float32))))
+        weights = b.op("Gather", "greedy_confidence", k)  # [3]
+        of_z, of_q, constant = (b.op("Gather", weights, b.number(i)) for i in range(3))
+        both = b.op("Add", b.op("Mul", of_z, confidence), b.op("Mul", of_q, logit))
+        greedy = b.op("LessOrEqual", "temperature", zero)
+        return b.op("Where", greedy, b.op("Add", both, constant), confidence)

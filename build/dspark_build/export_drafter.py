@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 from dspark.drafters.checkpoint import DrafterCheckpoint
+from dspark.drafters.greedy_confidence import device_weights
 from dspark.executors.tensorrt_bindings import (
     Binding,
     Precision,
@@ -145,6 +146,12 @@ class _Drafter(DecoderGraph):
         if name == "confidence_bias":
             bias = self.weights.float32("confidence_head.proj.bias")
             return self.file.add(name, bias, TensorProto.FLOAT)
+        if name == "greedy_confidence":
+            return self.file.add(
+                name,
+                device_weights(self.checkpoint.greedy_confidence(), self.config.block_size),
+                TensorProto.FLOAT,
+            )
         maps = {
             "draft_to_target": self.checkpoint.draft_to_target,
             "previous_rows": self.checkpoint.previous_to_row,

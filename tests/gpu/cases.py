@@ -161,6 +161,7 @@ def _block_sample(
         normal(mix[0], std=0.2) if mix else None,
         normal(width + rank, std=0.1),
         torch.tensor([0.3]),
+        torch.tensor([[0.8, 0.5, 0.1]]).expand(block, -1).contiguous(),
         torch.arange(0, 2 * vocab, 2, dtype=torch.int32) if mapped else None,
         torch.arange(2 * vocab, dtype=torch.int32).flip(0) if mapped else None,
     )

@@ -74,6 +74,7 @@ def arguments(
         normal(mix_rows, std=0.3) if mix_rows else None,
         normal(seen, std=0.2) if confidence else None,
         torch.tensor([0.3]) if confidence else None,
+        torch.randn(block_size, 3, generator=random) if confidence else None,
         draft_to_target if reduced else None,
         previous_rows if reduced and has_head else None,
     ]
@@ -203,7 +204,7 @@ def test_plain_drafts_are_the_engines(mode: str, head: str) -> None:
     """The engine's own loop: its sampler draws each position from logits that the plain head made."""
     given = arguments(head, [mode] * 3, reduced=True)
     base, hidden, anchors, w1, w2 = given[0], given[1], given[2], given[11], given[12]
-    mix, bias, draft_to_target, rows = given[13], given[14], given[17], given[18]
+    mix, bias, draft_to_target, rows = given[13], given[14], given[18], given[19]
     assert base is not None and hidden is not None and anchors is not None and draft_to_target is not None
     tokens, num_tokens, probs, _ = ops.block_sample(*given)
     params = SamplingParams(**{k: v for k, v in MODES[mode].items() if k != "coupled"})

@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gated": {"head": "gated", "confidence_with_markov": False},
     "rnn": {"head": "rnn", "draft_vocab": 20},
     "none": {"head": "none", "confidence": False, "sliding_windows": (None, 5)},
-    "reduced": {"draft_vocab": 20, "small_w1": True, "own_embedding": True},
+    "reduced": {"draft_vocab": 20, "small_w1": True, "own_embedding": True, "greedy_confidence": True},
     "confident": {"head": "none", "own_head": True, "draft_vocab": 20},
 }
 
@@ -177,6 +177,7 @@ def _plain(bench: Bench, feeds: dict[str, Any], base: np.ndarray, hidden: np.nda
         w.get(f"markov_head.{mix}.bias"),
         None if confidence is None else confidence[0],
         w.get("confidence_head.proj.bias"),
+        w.get("confidence_head.greedy.weight"),
         index(checkpoint.draft_to_target),
         index(checkpoint.previous_to_row),
     )
@@ -213,7 +214,7 @@ def test_a_row_that_is_not_finite_ends_its_block(vocab_size: int) -> None:
     }
     flags = {"head": 0, "confidence": 0, "mapped": 0, "previous": 0}
     got = run_operation(block_sample_function(head), feeds, outputs, **flags)
-    wanted = block_sample(*(torch.from_numpy(value) for value in feeds.values()), *[None] * 8)
+    wanted = block_sample(*(torch.from_numpy(value) for value in feeds.values()), *[None] * 9)
     np.testing.assert_array_equal(wanted.num_tokens.numpy(), [3, 1, 0, 2, 3])
     for mine, plain in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, plain.numpy(), atol=1e-6)

@@ -29,7 +29,7 @@ from dspark_build.export import ExportJob, export_pair
 PAGE = 4
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 5, 8, 9], [7, 7, 8, 7, 7, 8, 7, 7]]
 LIMITS = {"max_batch": 4, "max_tokens": 8, "max_pages": 18, "page_size": PAGE, "block_size": 4}
-BUILT = {"format_version": 3, "limits": LIMITS, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+BUILT = {"format_version": 4, "limits": LIMITS, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
 
 
 @pytest.fixture(scope="module")

@@ -319,7 +319,7 @@ def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"has no engine.json; make it with `dspark-build engine`"):
         built_engine(tmp_path)
     limits = {"max_batch": 4, "max_tokens": 6, "max_pages": 18, "page_size": PAGE, "block_size": 4}
-    told = {"format_version": 3, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+    told = {"format_version": 4, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
     (tmp_path / "engine.json").write_text(json.dumps(told))
     assert built_engine(tmp_path) == (SHAPES, 89, "tensorrt_rtx 1.7")
     (tmp_path / "engine.json").write_text(json.dumps(told | {"limits": {"max_batch": 4}}))
@@ -327,7 +327,7 @@ def test_the_shapes_of_a_built_engine_are_those_of_its_limits(tmp_path: Path) ->
         built_engine(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps(told | {"format_version": 1}))
     with pytest.raises(
-        CheckpointError, match="format_version must be 3, got 1; make it again with `dspark-build"
+        CheckpointError, match="format_version must be 4, got 1; make it again with `dspark-build"
     ):
         built_engine(tmp_path)
 

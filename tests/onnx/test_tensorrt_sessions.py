@@ -73,7 +73,7 @@ class Home:
             files.append(told_of(self.folder / f"{name}.plan"))
         (self.folder / "export.json").write_text(replace(self.export, files=tuple(files)).text())
         limits = {"max_batch": 2, "max_tokens": 6, "max_pages": 10, "block_size": 4}
-        told = {"format_version": 3, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
+        told = {"format_version": 4, "limits": limits, "sm": 89, "tools": {"tensorrt": "tensorrt_rtx 1.7"}}
         (self.folder / "engine.json").write_text(json.dumps(told))
 
     def pair(self, folder: Path | None = None, backend: Any = "tensorrt") -> EnginePair:

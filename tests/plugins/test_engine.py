@@ -290,7 +290,7 @@ def test_an_engine_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="dspark-build engine"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps({"format_version": 9}))
-    with pytest.raises(CheckpointError, match="format_version must be 3, got 9"):
+    with pytest.raises(CheckpointError, match="format_version must be 4, got 9"):
         load_engine_manifest(tmp_path)
     (tmp_path / "engine.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -126,7 +126,7 @@ def test_a_tree_of_fixed_shape_equals_the_plain_one(home: Home) -> None:
     ("head", "more"),
     [
         ("vanilla", {"sliding_windows": (3, None)}),
-        ("gated", {"draft_vocab": 20}),
+        ("gated", {"draft_vocab": 20, "greedy_confidence": True}),
         ("rnn", {"own_embedding": True, "own_head": True}),
         ("none", {"confidence_with_markov": False}),
     ],

@@ -224,9 +224,12 @@ def _tile_weights(tile_values, block, start, num_tiles, top, scale, BLOCK_TILES:
 def _draw(
     block, position, row, temperature, top_k, top_p, min_p, positions, seeds, coupled, token_ids,
     tile_values, tile_entries, limits, bounds, vocab_size, num_tiles, block_size,
-    MAPPED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_TILES: tl.constexpr, SWEEP: tl.constexpr,
+    MAPPED: tl.constexpr, RATES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_TILES: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """Draw one entry of one row, -1 where it is not finite; say in `limits`, `bounds` what it was drawn from."""
+    """Draw one entry of one row, -1 where it is not finite; say in `limits`, `bounds` what it was drawn from.
+
+    Also returns the weight of what it was drawn from relative to the likeliest entry; of all entries at temperature 0.
+    """
     top = tl.full((), float("-inf"), tl.float32)
     broken = tl.full((), 0, tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
@@ -260,10 +263,7 @@ def _draw(
                     u = uniform_of(seed, at_token, position, DRAFT)
                     drawn = invert_row(row, vocab_size, top, scale, cut, last, total, u, SWEEP)
             else:
-                total = tl.full((), 0.0, tl.float32)
-                for start in range(0, num_tiles, BLOCK_TILES):
-                    _, weights = _tile_weights(tile_values, block, start, num_tiles, top, scale, BLOCK_TILES)
-                    total += tl.sum(weights, axis=0)
+                total = _whole(tile_values, block, num_tiles, top, scale, BLOCK_TILES)
                 if races:
                     best = tl.full((), float("-inf"), tl.float32)
                     for start in range(0, num_tiles, BLOCK_TILES):
@@ -299,13 +299,33 @@ def _draw(
                     weight = tl.exp((x - top) * scale)
                     drawn, heaviest, _ = invert_tile(weight, entry, before, mass, tl.full((), 0, tl.int32))
                     drawn = tl.where(drawn < 0, heaviest, drawn)
+        elif RATES:
+            total = _whole(tile_values, block, num_tiles, top, scale, BLOCK_TILES)
     pair = block * block_size + position
     tl.store(limits + pair * 3, top)
     tl.store(limits + pair * 3 + 1, scale)
     tl.store(limits + pair * 3 + 2, total)
     tl.store(bounds + pair * 2, cut)
     tl.store(bounds + pair * 2 + 1, last)
-    return drawn
+    return drawn, total
+
+
+@triton.jit
+def _whole(tile_values, block, num_tiles, top, scale, BLOCK_TILES: tl.constexpr):
+    """Return the weight of a whole row relative to its largest logit."""
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, num_tiles, BLOCK_TILES):
+        _, weights = _tile_weights(tile_values, block, start, num_tiles, top, scale, BLOCK_TILES)
+        total += tl.sum(weights, axis=0)
+    return total
+
+
+@triton.jit
+def _rate_greedy(weights, rated, total):
+    """Return w0 z + w1 logit q + w2 of an arg-max draft of probability q = 1 / total."""
+    log_q = -tl.log(tl.maximum(total, 1.0))
+    rest = tl.maximum((total - 1.0) / tl.maximum(total, 1.0), 1e-4)
+    return tl.load(weights) * rated + tl.load(weights + 1) * (log_q - tl.log(rest)) + tl.load(weights + 2)
 
 
 @triton.jit
@@ -353,6 +373,7 @@ def block_sample_kernel(
     mix_bias,
     confidence_weight,
     confidence_bias,
+    greedy_confidence,
     draft_to_target,
     previous_rows,
     tokens,
@@ -445,11 +466,16 @@ def block_sample_kernel(
                                 pair, before, hidden, markov_in, previous_rows, confidence_weight, confidence_bias,
                                 hidden_size, CONFIDENCE == 2, RANK, BLOCK_RANK, PREVIOUS, SWEEP,
                             )  # fmt: skip
-                        drawn = _draw(
+                        drawn, total = _draw(
                             block, position, draft_probs + pair.to(tl.int64) * vocab_size, temperature, top_k, top_p,
                             min_p, positions, seeds, coupled, draft_to_target, tile_values, tile_entries, limits,
-                            bounds, vocab_size, num_tiles, block_size, MAPPED, BLOCK_V, BLOCK_TILES, SWEEP,
+                            bounds, vocab_size, num_tiles, block_size, MAPPED, CONFIDENCE > 0, BLOCK_V, BLOCK_TILES,
+                            SWEEP,
                         )  # fmt: skip
+                        if CONFIDENCE > 0:
+                            greedy = tl.load(temperature + block) <= 0
+                            if (drawn >= 0) & greedy:
+                                rated = _rate_greedy(greedy_confidence + position * 3, rated, total)
                         if (drawn >= 0) & (tl.abs(rated) < float("inf")):
                             goes_on = tl.full((), 1, tl.int32)
                             token = drawn

@@ -26,7 +26,8 @@ _SIGNATURES = {
     "block_sample_kernel": (
         f"base_logits:*io hidden:*weight anchors:*i32 num_drafts:*i32 positions:*i32 seeds:*i64 {_SAMPLING} "
         "coupled:*i32 markov_in:*weight markov_out:*weight mix_weight:*weight mix_bias:*weight "
-        "confidence_weight:*weight confidence_bias:*fp32 draft_to_target:*i32 previous_rows:*i32 tokens:*i32 "
+        "confidence_weight:*weight confidence_bias:*fp32 greedy_confidence:*fp32 draft_to_target:*i32 "
+        "previous_rows:*i32 tokens:*i32 "
         "num_tokens:*i32 draft_probs:*fp32 confidence_logits:*fp32 projected:*fp32 mixed:*fp32 state:*fp32 "
         "tile_values:*fp32 tile_entries:*i32 limits:*fp32 bounds:*i32 barrier:*i32 num_blocks:i32 block_size:i32 "
         "vocab_size:i32 hidden_size:i32 num_tiles:i32 first_phase:i32 last_phase:i32"

@@ -31,6 +31,7 @@ def block_sample(
     mix_bias: Tensor | None,
     confidence_weight: Tensor | None,
     confidence_bias: Tensor | None,
+    greedy_confidence: Tensor | None,
     draft_to_target: Tensor | None,
     previous_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,6 +59,8 @@ def block_sample(
             gate, candidate, output; None = vanilla.
         confidence_weight: [d] or [d + r] over (h, W1[x]), or None.
         confidence_bias: [1] float32, or None.
+        greedy_confidence: [G, 3] float32 with `confidence_weight`: an arg-max draft is rated w0 z + w1 logit q + w2,
+            from the head's z and its own probability q; (1, 0, 0) leaves z.
         draft_to_target: [Vd] int32 target ids of a reduced vocabulary, None = the full one.
         previous_rows: [V] int32 row of `markov_in` of every target token, None = its own.
 
@@ -85,6 +88,7 @@ def block_sample(
         mix_bias,
         confidence_weight,
         confidence_bias,
+        greedy_confidence,
         draft_to_target,
         previous_rows,
     )
@@ -109,6 +113,7 @@ def _(
     mix_bias: Tensor | None,
     confidence_weight: Tensor | None,
     confidence_bias: Tensor | None,
+    greedy_confidence: Tensor | None,
     draft_to_target: Tensor | None,
     previous_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,6 +145,7 @@ def _(
     mix_bias: Tensor | None,
     confidence_weight: Tensor | None,
     confidence_bias: Tensor | None,
+    greedy_confidence: Tensor | None,
     draft_to_target: Tensor | None,
     previous_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -165,6 +171,7 @@ def _(
         mix_bias,
         confidence_weight,
         confidence_bias,
+        greedy_confidence,
         draft_to_target,
         previous_rows,
     )

@@ -43,6 +43,7 @@ def block_sample(
     mix_bias: Tensor | None,
     confidence_weight: Tensor | None,
     confidence_bias: Tensor | None,
+    greedy_confidence: Tensor | None,
     draft_to_target: Tensor | None,
     previous_rows: Tensor | None,
 ) -> BlockSampleOutput:
@@ -65,6 +66,8 @@ def block_sample(
             mixed, state = _mixed(embedded, hidden[:, k], state, mix_weight, mix_bias)
             logits = logits + linear(mixed, markov_out).float()
         rated = _confidence(embedded, hidden[:, k], confidence_weight, confidence_bias)
+        if rated is not None and greedy_confidence is not None:
+            rated = torch.where(temperature > 0, rated, _greedy(greedy_confidence[k], rated, logits))
         log_weights, finite = truncated_weights(logits, temperature, top_k, top_p, min_p)
         alive = alive & finite & (num_drafts > k) & (rated.isfinite() if rated is not None else True)
         entry = draw(
@@ -109,3 +112,10 @@ def _confidence(
     seen = hidden if embedded is None or len(weight) == hidden.shape[1] else torch.cat([hidden, embedded], -1)
     rated = (seen @ weight).float()
     return rated if bias is None else rated + bias.float()
+
+
+def _greedy(weights: Tensor, rated: Tensor, logits: Tensor) -> Tensor:
+    """Return w0 z + w1 logit q + w2 [R] of the likeliest entry of logits [R, Vd]; 1 - q counts as 1e-4 at least."""
+    log_q = (logits.amax(dim=1) - logits.logsumexp(dim=1)).clamp(max=0.0)
+    logit = log_q - torch.log((-torch.expm1(log_q)).clamp(min=1e-4))
+    return weights[0] * rated + weights[1] * logit + weights[2]

@@ -52,6 +52,7 @@ class BlockSample(Operation):
             ("mix_bias", "act", head > 1),
             ("confidence_weight", "act", confidence > 0),
             ("confidence_bias", "fp32", confidence > 0),
+            ("greedy_confidence", "fp32", confidence > 0),
             ("draft_to_target", "i32", self.number("mapped") > 0),
             ("previous_rows", "i32", self.number("previous") > 0),
         )

@@ -13,9 +13,15 @@ import numpy as np
 
 from dspark.executors.interface import Float32
 
-__all__ = ["log_q_of_best", "logit_of", "rate_greedy"]
+__all__ = ["device_weights", "log_q_of_best", "logit_of", "rate_greedy"]
 
 _LEAST_REST = 1e-4  # 1 - q counts as at least this much
+
+
+def device_weights(weights: Float32 | None, block_size: int) -> Float32:
+    """Return what a device rates arg-max drafts with [G, 3]: (1, 0, 0), the head's z, where none were fitted."""
+    plain = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (block_size, 1))
+    return plain if weights is None else weights
 
 
 def log_q_of_best(logits: Float32) -> Float32:

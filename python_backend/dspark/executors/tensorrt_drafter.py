@@ -53,6 +53,7 @@ class TensorRTBlockDrafter:
         bindings = drafter_bindings(self.config, precision=precision, shared=())
         self._runner = Runner(session, bindings, shapes)
         self._head = HostHead(checkpoint)
+        self.greedy_confidence = checkpoint.greedy_confidence()  # the device has it in its own call
         self._width = len(self.config.target_layer_ids) * self.config.decoder.hidden_size
         self._waiting = _Rows.none(self._width)
         self._kept: weakref.ref[KeptProbs] | None = None
@@ -84,8 +85,6 @@ class TensorRTBlockDrafter:
             self._run(_no_block(self._shapes.max_pages), np.zeros(0, np.int32), (), BlockDraws.arg_max(0))
 
     # The block
-
-    greedy_confidence: Float32 | None = None  # the device rates arg-max drafts like drawn ones
 
     def draft(self, batch: DraftBatch) -> BlockOutput:
         """Run the block pass of every sequence."""

@@ -32,8 +32,8 @@ __all__ = [
 
 EXPORT_NAME = "export.json"
 ENGINE_NAME = "engine.json"  # beside it where there are plans
-ENGINE_VERSION = 3  # of engine.json
-FORMAT_VERSION = 2
+ENGINE_VERSION = 4  # of engine.json
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from dspark.drafters.checkpoint import DrafterCheckpoint
-from dspark.drafters.greedy_confidence import rate_greedy
+from dspark.drafters.greedy_confidence import device_weights, rate_greedy
 from dspark.drafters.interface import GreedyBlock
 from dspark.executors.dtype import torch_dtype
 from dspark.executors.interface import BlockOutput, DraftBatch, Float32, Int32
@@ -156,6 +156,8 @@ class TorchBlockDrafter:
         if config.enable_confidence_head:
             self._confidence = self._weight(weights, "confidence_head.proj.weight")
             self._confidence_bias = float(weights.float32("confidence_head.proj.bias")[0])
+            greedy = device_weights(self.greedy_confidence, config.block_size)
+            self._greedy_weights = torch.from_numpy(greedy).to(self._device)
 
     # Caches
 
@@ -311,15 +313,16 @@ class TorchBlockDrafter:
         """Return what the sequential head draws of base logits [R, G, Vd] and hidden [R, G, d]."""
         maps = (self._draft_to_target, self._previous_to_row)
         weight = None if self._confidence is None else self._confidence[0]
-        bias = None
+        bias = greedy = None
         if weight is not None:
+            greedy = self._greedy_weights
             bias = torch.full((1,), self._confidence_bias, dtype=torch.float32, device=self._device)
         drawn = block_sample(
             base,
             hidden,
             *(inputs["anchors"], inputs["num_drafts"], inputs["anchor_positions"] + 1),
             *(inputs[name] for name in ("seeds", "temperature", "top_k", "top_p", "min_p", "coupled")),
-            *(self._w1, self._w2, self._mix, self._mix_bias, weight, bias),
+            *(self._w1, self._w2, self._mix, self._mix_bias, weight, bias, greedy),
             *(None if one is None else one.to(torch.int32) for one in maps),
         )
         names = ("draft_tokens", "num_tokens", "draft_probs", "confidence_logits")

@@ -30,6 +30,7 @@ def launch_block_sample(
     mix_bias: Tensor | None,
     confidence_weight: Tensor | None,
     confidence_bias: Tensor | None,
+    greedy_confidence: Tensor | None,
     draft_to_target: Tensor | None,
     previous_rows: Tensor | None,
     *,
@@ -82,7 +83,7 @@ def launch_block_sample(
             weight if x is None else x
             for x in (markov_in, markov_out, mix_weight, mix_bias, confidence_weight)
         ),
-        rated if confidence_bias is None else confidence_bias,
+        *(rated if x is None else x for x in (confidence_bias, greedy_confidence)),
         *(integer if x is None else x for x in (draft_to_target, previous_rows)),
         *(tokens, num_tokens, probs, rated, *scratch),
         *(num_blocks, block_size, vocab_size, hidden_size, tiles),
