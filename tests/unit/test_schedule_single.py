@@ -9,9 +9,17 @@ from dspark.scheduling.allocation import (
     lookahead_num,
     rank_candidates,
     throughput,
+    verify_len_of,
 )
 from dspark.scheduling.planning import MARGIN, plan_drafting
-from dspark.scheduling.single import drafting_gain, early_stop_len, lookahead_len, plan_few, rates_of
+from dspark.scheduling.single import (
+    drafting_gain,
+    early_stop_len,
+    lookahead_len,
+    lookahead_lens,
+    plan_few,
+    rates_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,8 +83,12 @@ def test_early_stop_and_look_ahead_over_some_sequences(
         candidates, theta, num_sequences=num, seconds=seconds, decay=decay, max_ahead=max(3, num)
     )
     root = decay ** (1.0 / num)
-    got = lookahead_len(alive, seconds.tolist(), num_sequences=num, decay=root, max_ahead=max(3, num))
+    ahead = {"decay": root, "max_ahead": max(3, num)}
+    got = lookahead_len(alive, seconds.tolist(), num_sequences=num, **ahead)  # type: ignore[arg-type]
     assert got == expected or near_a_tie(theta, alive, seconds, root)
+    survival = np.cumprod(np.asarray(blocks, np.float64), axis=1).tolist()
+    lens = lookahead_lens(survival, seconds.tolist(), num_sizes=len(seconds), **ahead)  # type: ignore[arg-type]
+    assert lens == verify_len_of(candidates, got, num_sequences=num).tolist()
 
 
 @settings(max_examples=300, deadline=None)

@@ -31,8 +31,9 @@ _EVERY, _EVERY_IDLE = (
     8,
     16,
 )  # steps that a plan holds at most, and one that drafts nothing, or the only sequence
-# A single sequence has much to win by its drafts and little to lose, so it looks again sooner, and more often.
-_EVERY_ALONE, _WAIT_ALONE, _PROBE_SHARE_ALONE = 4, 8, 0.03
+# A few sequences have much to win by their drafts and little to lose, so they look again sooner, and more often: by the
+# number of sequences, steps that a plan which drafts nothing holds, longest wait, share of the time for probes.
+_FEW_LOOK = {1: (4, 8, 0.03), 2: (8, 16, 0.02), 3: (8, 16, 0.015), 4: (8, 16, 0.01)}
 _CHANGED = 4  # it holds while less than one in so many sequences has come or gone
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between probes of a sequence that is not drafted
 _PROBED, _PROBE_SHARE = (
@@ -46,7 +47,8 @@ _DECAY_SHARE = 0.02  # of a new block in the usual ratio
 _DEEPER = 2  # drafts more after a block that was verified whole
 # Steps that a plan which drafts nothing holds once it was found again and again for more than a few sequences.
 _LONGEST_IDLE, _FEW = 64, 8
-_LONGEST_CLEAR = 32  # likewise one that drafts, of more than one sequence, when each promised much
+# Likewise one that drafts, of more than a few sequences, when each promised much with at least this share drafted.
+_LONGEST_CLEAR, _MOST_DRAFT = 32, 0.75
 _DOUBTED = (
     1.2  # times plain decoding: what promises less is compared more often with steps that draft nothing
 )
@@ -228,7 +230,7 @@ class DraftPlanner:
             gain /= flattered
             if prefill_tokens:
                 drafted = self._also_without_prompts(rows, drafted)
-            holds = self._holds(plan, any(drafted), gain, len(rows), everyone=drafted == counted)
+            holds = self._holds(plan, gain, len(rows), share=sum(drafted) / max(sum(counted), 1))
         plan.promising, plan.promise = gain >= _DOUBTED, gain
         plan.plain_s, plan.pace, plan.num_sequences = plain_s, self._costs.model.pace, len(rows)
         plan.compared = math.isfinite(gain) and not prefill_tokens and self._is_compared(drafted, gain)
@@ -282,19 +284,20 @@ class DraftPlanner:
             return drafted
         return [chosen and plan.drafts[row] for row, chosen in zip(rows, drafted, strict=True)]
 
-    def _holds(self, plan: _Plan, drafts: bool, gain: float, num_sequences: int, *, everyone: bool) -> int:
-        """Return for how many steps a plan holds."""
+    def _holds(self, plan: _Plan, gain: float, num_sequences: int, *, share: float) -> int:
+        """Return for how many steps a plan holds that drafts this share of the sequences it is about."""
         alone = num_sequences == 1
-        if drafts:
+        if share:
             plan.num_idle = 0
-            plan.num_clear = plan.num_clear + 1 if gain >= _DOUBTED and everyone else 0
+            plan.num_clear = plan.num_clear + 1 if gain >= _DOUBTED and share >= _MOST_DRAFT else 0
             if not plan.num_clear:
                 return _EVERY
-            steps, most = (_EVERY_IDLE, _LONGEST_IDLE) if alone else (_EVERY, _LONGEST_CLEAR)
-            return min(steps << (plan.num_clear // 2), most)
+            steps = _EVERY_IDLE if alone else _EVERY
+            most = _LONGEST_IDLE if num_sequences in _FEW_LOOK else _LONGEST_CLEAR
+            return min(steps << (plan.num_clear // 2), most if share == 1.0 else _EVERY_IDLE)
         plan.num_clear = 0
-        if alone:
-            return _EVERY_ALONE
+        if num_sequences in _FEW_LOOK:
+            return _FEW_LOOK[num_sequences][0]
         plan.num_idle += 1
         return min(
             _EVERY_IDLE << (plan.num_idle // 2), _LONGEST_IDLE if num_sequences > _FEW else _EVERY_IDLE
@@ -405,9 +408,7 @@ class DraftPlanner:
         if not left:
             return []
         most = 2.0 * float(draft_s[-1])
-        share, longest_wait = (
-            (_PROBE_SHARE_ALONE, _WAIT_ALONE) if len(rows) == 1 else (_PROBE_SHARE, _LONGEST_WAIT)
-        )
+        _, longest_wait, share = _FEW_LOOK.get(len(rows), (0, _LONGEST_WAIT, _PROBE_SHARE))
         self._probe_credit_s = min(self._probe_credit_s + share * verify_s * passed, most)
         due = [index for index in left if skipped[rows[index]] >= wait[rows[index]]]
         if not due:

@@ -41,7 +41,7 @@ from dspark.scheduling.cost_model import CostModel
 from dspark.scheduling.draft_planner import DraftPlanner
 from dspark.scheduling.interface import Bool, Calibrator, Float32, Float64, Int, Int32, Kinds, StepObservation
 from dspark.scheduling.policy import Policy
-from dspark.scheduling.single import early_stop_len, lookahead_len, rates_of
+from dspark.scheduling.single import early_stop_len, lookahead_len, lookahead_lens, rates_of
 from dspark.scheduling.step_costs import StepCosts
 
 __all__ = ["LoadAwareScheduler"]
@@ -50,7 +50,9 @@ _MARGIN = 1.02  # what estimates alone (no confidence head) must promise before 
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64  # steps between rows spent on a sequence of which nothing was heard
 _LOOK_EVERY = 64  # steps between looks at positions that load keeps cutting
 _PLAIN = 72  # drafts up to which plain numbers are faster than arrays, from logits to lengths
+_HEADS = 6  # sequences up to which the best draft is looked for among their first ones, unranked
 _FEW = 512  # candidates up to which they are where it comes to choosing
+_MANY_BLOCKS = 16  # of one step, beyond which those of every second step are enough to remember
 _GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what the calibrator is told of at once
 _UNREAD_STEPS, _UNREAD_S = 64, 0.4  # steps that are only kept until they are read, and seconds of them
 
@@ -314,8 +316,6 @@ class LoadAwareScheduler:
         num_sequences = len(rows)
         num_blocks = num_sequences - num_drafts.count(0)
         seconds = self._asked(num_sequences, num_blocks, most=most, prefill_tokens=prefill_tokens)[1]
-        if len(seconds) > most + 1:
-            seconds = seconds[: most + 1]
         confidence_of_one = (
             self._confidence_of_one if self.calibrator is None else self.calibrator.confidence_of_one
         )
@@ -325,6 +325,17 @@ class LoadAwareScheduler:
             survival.append(list(accumulate(values, mul)))
         reach = self._block_size if sampled[0] == RATED else self._chain_len
         self._choice = (rows, survival, None, reach)
+        if 1 < num_sequences <= _HEADS and self._sees_ahead:
+            lens = lookahead_lens(
+                survival,
+                seconds,
+                decay=self._planner.decay ** (1.0 / num_sequences),
+                max_ahead=max(self._block_size, num_sequences),
+                num_sizes=most + 1,
+            )
+            return np.array(lens, np.int32)
+        if len(seconds) > most + 1:
+            seconds = seconds[: most + 1]
         if num_sequences == 1:
             return self._ones[self._num_of_few(survival[0], seconds, 1, 1)]
         return self._ranked_few(survival, seconds, num_blocks)
@@ -514,8 +525,8 @@ class LoadAwareScheduler:
 
     def _remember(self) -> None:
         """Remember the blocks of the steps that were only kept."""
-        for _, _, step, choice in self._unread[self._num_remembered :]:
-            if choice is not None:
+        for number, _, step, choice in self._unread[self._num_remembered :]:
+            if choice is not None and (number % 2 or len(step.sequence_ids) <= _MANY_BLOCKS):
                 rows, survival, looked_up, reach = choice
                 self._planner.remember(
                     rows, survival, num_drafts=step.num_drafts.tolist(), looked_up=looked_up, reach=reach

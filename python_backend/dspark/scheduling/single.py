@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dspark.scheduling.allocation import MAX_STALLS
 
-__all__ = ["drafting_gain", "early_stop_len", "lookahead_len", "plan_few", "rates_of"]
+__all__ = ["drafting_gain", "early_stop_len", "lookahead_len", "lookahead_lens", "plan_few", "rates_of"]
 
 
 def drafting_gain(
@@ -192,3 +192,52 @@ def lookahead_len(
         tokens += value
         rate = next_rate
     return len(survival)
+
+
+def lookahead_lens(
+    survival: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    *,
+    decay: float,
+    max_ahead: int,
+    num_sizes: int,
+) -> list[int]:
+    """Return how many drafts of each sequence `lookahead_len` takes of those of some sequences together.
+
+    The best draft that is left is looked for among the first ones, so nothing is ranked: blocks fall.
+
+    Arguments:
+        survival: [R] of each up to G, falling.
+        seconds, decay, max_ahead, num_sizes: as there.
+    """
+    num_sequences = len(survival)
+    lens = [0] * num_sequences
+    heads = [of_one[0] if of_one else 0.0 for of_one in survival]
+    tokens, taken, num_stalls = float(num_sequences), 0, 0
+    rate = tokens / seconds[0]
+    while True:
+        value, best = 0.0, -1
+        for sequence, head in enumerate(heads):  # of equals the one that comes earlier in its block
+            if head > value or (head == value and best >= 0 and lens[sequence] < lens[best]):
+                value, best = head, sequence
+        if best < 0:
+            return lens
+        next_rate = (tokens + value) / seconds[taken + 1]
+        if not next_rate > rate:
+            num_stalls += 1
+            if num_stalls > MAX_STALLS:
+                return lens
+            hoped_tokens, hoped = tokens + value, value
+            for size in range(taken + 2, min(taken + max_ahead + 1, num_sizes)):
+                hoped *= decay
+                hoped_tokens += hoped
+                if hoped_tokens / seconds[size] > rate:
+                    break
+            else:
+                return lens
+        tokens += value
+        rate = next_rate
+        taken += 1
+        of_one, length = survival[best], lens[best] + 1
+        lens[best] = length
+        heads[best] = of_one[length] if length < len(of_one) else 0.0
