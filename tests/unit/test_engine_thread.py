@@ -87,6 +87,11 @@ def answered(served, count):
         assert ended.wait(60)
 
 
+def patient(monkeypatch, *, gap_s, s):
+    monkeypatch.setattr(thread_module, "_LONGEST_GAP_S", gap_s)
+    monkeypatch.setattr(thread_module, "_LONGEST_S", s)
+
+
 def pretend(served, engine, *, step_s, num_ended):
     """Have a step of `step_s` seconds just over that brought so many answers to their end."""
     while served._ended_s < engine.stepped_s:
@@ -95,7 +100,7 @@ def pretend(served, engine, *, step_s, num_ended):
 
 
 def test_requests_that_come_together_to_an_idle_engine_begin_in_one_step(served, engine, monkeypatch):
-    monkeypatch.setattr(thread_module, "_LONGEST_GAP_S", 0.5)
+    patient(monkeypatch, gap_s=0.5, s=60.0)
     answered(served, 1)
     pretend(served, engine, step_s=20.0, num_ended=0)
     answered(served, 3)
@@ -103,7 +108,7 @@ def test_requests_that_come_together_to_an_idle_engine_begin_in_one_step(served,
 
 
 def test_as_many_as_have_just_ended_are_waited_for_and_nobody_once_they_are_here(served, engine, monkeypatch):
-    monkeypatch.setattr(thread_module, "_LONGEST_GAP_S", 60.0)
+    patient(monkeypatch, gap_s=60.0, s=60.0)
     answered(served, 1)
     for _ in range(3):
         pretend(served, engine, step_s=100.0, num_ended=3)
@@ -111,8 +116,21 @@ def test_as_many_as_have_just_ended_are_waited_for_and_nobody_once_they_are_here
     assert engine.steps == [1, 3, 3, 3]
 
 
+def test_who_keeps_coming_delays_the_first_one_by_a_moment_only(served, engine, monkeypatch):
+    patient(monkeypatch, gap_s=1.0, s=0.1)
+    served._max_queue_size = 10_000
+    answered(served, 1)
+    pretend(served, engine, step_s=1000.0, num_ended=0)
+    first = ask(served)
+    end = time.monotonic() + 40
+    while not first.is_set():
+        assert time.monotonic() < end, "the first one waits for ever"
+        ask(served)
+        time.sleep(0.005)
+
+
 def test_a_cancel_or_the_end_cuts_the_wait_for_others_short(served, engine, monkeypatch):
-    monkeypatch.setattr(thread_module, "_LONGEST_GAP_S", 60.0)
+    patient(monkeypatch, gap_s=60.0, s=60.0)
     answered(served, 1)
     pretend(served, engine, step_s=100.0, num_ended=2)
     ended = ask(served)

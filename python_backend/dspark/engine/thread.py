@@ -27,6 +27,7 @@ _IDLE_WAIT_S = 0.5  # an idle engine looks for late cancels this often
 _ANOTHER: Final = 0.05
 _AS_MANY: Final = 0.5
 _LONGEST_GAP_S: Final = 0.005
+_LONGEST_S: Final = 0.02  # in all, and never longer than a step
 _SHARE: Final = 0.1  # of a new step in the usual step's time
 
 
@@ -155,12 +156,12 @@ class EngineThread(Doors):
         return True
 
     def _gather(self) -> None:
-        """Wait while requests keep coming, with the lock held, for the length of a step at most."""
+        """Wait while requests keep coming, with the lock held."""
         begun_s = time.monotonic()
         again = self._num_ended if begun_s < self._ended_s + 2 * self._step_s else 0
         while self._inbox and not (self._cancels or self._stopping or 0 < again <= len(self._inbox)):
             count = len(self._inbox)
-            if time.monotonic() >= begun_s + self._step_s:
+            if time.monotonic() >= begun_s + min(self._step_s, _LONGEST_S):
                 return
             gap_s = (_AS_MANY if count < again else _ANOTHER) * self._step_s
             self._wake.wait(min(gap_s, _LONGEST_GAP_S))
