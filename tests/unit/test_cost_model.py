@@ -155,6 +155,18 @@ def test_a_machine_that_became_slower_is_followed() -> None:
     assert model.error < 0.05
 
 
+def test_a_curve_that_is_fifteen_percent_off_is_put_right_within_the_first_steps() -> None:
+    model, truth = CostModel(CURVE), CostModel(CURVE)
+    rows = (5, 6, 8, 3)
+    foreseen_s = []
+    for number in range(64):
+        size = rows[number % 4]
+        foreseen_s.append(float(model.verify_s(size, 1)[0]) / (1.15 * float(truth.verify_s(size, 1)[0])))
+        model.observe(step(target_tokens=size, verify_s=1.15 * float(truth.verify_s(size, 1)[0])))
+    assert foreseen_s[0] < 0.88
+    assert all(abs(ratio - 1.0) < 0.04 for ratio in foreseen_s[16:])
+
+
 def test_a_shifting_load_is_predicted_within_ten_percent() -> None:
     """A curve that is wrong in shape, noise of 5 %, one step in twenty three times as slow."""
     model = CostModel(replace(CURVE, verify_s=(0.012, 0.013, 0.020, 0.050, 0.080)))

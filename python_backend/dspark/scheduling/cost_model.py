@@ -28,6 +28,7 @@ _FLAT = 1.02  # the largest pass must cost this much more than the smallest
 _ROW_SHARE = 0.05  # cost of one more row against the first, before anything was measured
 _BLOCK_SHARE = 0.25  # likewise for one more drafted block
 _LEAST_BATCH, _MOST_BATCH, _BATCH_S = 4, 64, 0.4  # steps that are learnt from together, and seconds of them
+_SETTLED = 48  # passes after which these seconds count: a curve is of another day, so the first ones say much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,7 @@ class CostModel:
                 self._draft = CorrectedCurve((1, 2), (1.0, 1.0 + _BLOCK_SHARE), prior_weight=0.0)
         self._gathered: list[StepObservation] = []
         self._gathered_s = 0.0
+        self._num_passes = 0  # learnt from
         self._least = 1  # steps that are learnt from together: one at first
         self._errors: deque[float] = deque(maxlen=129)
 
@@ -297,7 +299,7 @@ class CostModel:
         self._gathered.append(step)
         self._gathered_s += step.step_s or step.verify_s
         num = len(self._gathered)
-        enough = self._gathered_s >= _BATCH_S or self._least < _LEAST_BATCH
+        enough = self._gathered_s >= _BATCH_S or self._num_passes < _SETTLED
         if num >= _MOST_BATCH or (enough and num >= self._least):
             self.flush()
 
@@ -318,6 +320,7 @@ class CostModel:
                 known_s=[t.known_s for t in passes],
             )
             self._measured = True
+            self._num_passes += len(passes)
             self._least = min(self._least + 1, _LEAST_BATCH)
         if drafts:
             none = [0.0] * len(drafts)
