@@ -168,13 +168,15 @@ def _sweep(
 ) -> None:
     """Run the rounds of every load: `--rounds` of them, and more where its share of the time is not over.
 
+    The highest load comes first: its rounds take longest, and what it takes beyond its share the others do without.
+
     Arguments:
         turns: those of this run are added, a whole round at a time.
         ends_s: when all should be over, on time.monotonic()'s clock.
     """
     schedulers = {policy: _scheduler(policy, pair) for policy in args.policies.split(",")}
     order, line = list(schedulers), ProgressLine()
-    for place, load in enumerate(loads):
+    for place, load in enumerate(sorted(loads, reverse=True)):
         began_s = time.monotonic()
         share_s = max(ends_s - began_s, 0.0) / (len(loads) - place)
         for number in count():
