@@ -176,7 +176,7 @@ def _as_node(case: Case, given: list[Any]) -> tuple[Operation, list[Tensor]]:
         rank, width = (0 if given[11] is None else given[11].shape[1]), given[1].shape[2]
         head = 0 if not rank else 1 if given[13] is None else 2 if len(given[13]) == rank else 3
         confidence = 2 if rank and len(given[15]) > width else 1
-        maps = {"mapped": int(given[17] is not None), "previous": int(given[18] is not None)}
+        maps = {"mapped": int(given[18] is not None), "previous": int(given[19] is not None)}
         values = {"head": head, "confidence": confidence, **maps}
         return OPERATIONS["DSparkBlockSample"](values), [x for x in given if x is not None]
     *tensors, page_size, scale, window = given
