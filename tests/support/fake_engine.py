@@ -38,16 +38,24 @@ class ByteCodec:
 
 @dataclass
 class FakeEngine:
-    """Keeps what was submitted; the test makes the outputs. `refuses` is raised by `submit`."""
+    """Keeps what was submitted; the test makes the outputs. `refuses` is raised by `submit`, `full` by `hold_place`."""
 
     alive: bool = True
     refuses: Exception | None = None
+    full: Exception | None = None
     requests: list[Request] = field(default_factory=list)
+    places: set[Place] = field(default_factory=set)
 
     def hold_place(self) -> Place:
-        return Place(set(), threading.Lock())
+        if self.full is not None:
+            raise self.full
+        place = Place(self.places, threading.Lock())
+        self.places.add(place)
+        return place
 
-    def submit(self, request: Request, *, place: Place | None = None) -> int:  # noqa: ARG002
+    def submit(self, request: Request, *, place: Place | None = None) -> int:
+        if place is not None:
+            self.places.discard(place)
         if self.refuses is not None:
             raise self.refuses
         self.requests.append(request)

@@ -250,4 +250,44 @@ def test_a_request_whose_guide_is_not_compiled_yet_ends_when_it_should(model, en
     assert asked.sent[0][0].outputs["finish_reason"][0] == end.encode()
     may.set()
     model._guides.close()
-    assert len(asked.sent) == 1 and not engine.requests
+    assert len(asked.sent) == 1 and not engine.requests and not engine.places
+
+
+@pytest.mark.parametrize("end", ["submitted", "guide refused", "engine refuses", "waited too long"])
+def test_a_request_holds_its_place_while_its_guide_is_compiled_and_no_longer(model, engine, monkeypatch, end):
+    may = threading.Event()
+
+    def compile_guide(_kind, _guide):
+        assert may.wait(60)
+        if end == "guide refused":
+            raise CapacityError("not now")
+
+    patience = 2.0 if end == "waited too long" else 60.0
+    monkeypatch.setattr(model, "_guides", GuideDesk(lambda: compile_guide, longest_wait_s=patience))
+    engine.refuses = CapacityError("the queue is full") if end == "engine refuses" else None
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}
+    asked = request(parameters=guide)
+    model.execute([asked])
+    assert len(engine.places) == 1 and not asked.sent
+    if end != "waited too long":
+        may.set()
+    until(lambda: not engine.places)
+    if end == "submitted":
+        until(lambda: engine.requests)
+        engine.answer(["a"])
+    until(lambda: finals(asked))
+    may.set()
+    model._guides.close()
+    assert finals(asked) == 1
+    error = asked.sent[0][0].error
+    assert (error is None) == (end == "submitted")
+    assert error is None or error.code == fake_pb_utils.TritonError.UNAVAILABLE
+
+
+def test_a_guided_request_is_refused_at_once_when_the_queue_is_full(model, engine):
+    engine.full = CapacityError("the queue is full")
+    asked = request(parameters={"guided_decoding_guide_type": "json"})
+    model.execute([asked])
+    until(lambda: finals(asked))
+    assert asked.sent[0][0].error.code == fake_pb_utils.TritonError.UNAVAILABLE
+    assert not engine.requests and not model._guides._open
