@@ -16,7 +16,7 @@ from dspark.sampling import block_verification
 from dspark.sampling.block_verification import verify_block
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.philox import Purpose
-from dspark.sampling.transforms import TokenSampler
+from dspark.sampling.transforms import TokenSampler, VerificationRule
 from dspark.sampling.verification import rejection_acceptance, verify_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,6 +262,39 @@ def test_labels_are_the_exact_acceptance_given_the_drafts_before(seed: int, leng
         weight = min(1.0, weight * p[drafts[k]] / q[drafts[k]])
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_label_of_a_draft_that_was_cut_off_is_that_of_a_longer_block(length: int) -> None:
+    rng = np.random.default_rng(length)
+    target = rng.normal(size=(4, 4)).astype(np.float32)
+    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+    seen = 0
+    for seed in range(80):
+        sampler = request_sampler({"temperature": 1.0}, seed)
+        drafts, qs = draft_chain(sampler, draft, "drawn", length + 1, 1, 0)
+        rows = target[[0, *drafts]]
+        verdict = verify_chain(
+            sampler,
+            rows[: length + 1],
+            None,
+            drafts[:length],
+            qs[:length],
+            position=1,
+            soft_labels=True,
+            cut_off=(drafts[length], qs[length]),
+        )
+        if verdict.accepted < length:
+            continue
+        weight = 1.0
+        for k, q in enumerate(qs):
+            p = sampler.distribution(rows[k], drafted=drafts[:k]).dense(4)
+            dense = (q or Distribution.one_hot(drafts[k])).dense(4)
+            label = np.minimum(weight * p, dense).sum() / weight
+            weight = min(1.0, weight * p[drafts[k]] / dense[drafts[k]])
+        assert verdict.soft_labels is not None and verdict.soft_labels[length] == pytest.approx(label)
+        seen += 1
+    assert seen > 10
+
+
 # -- through `verify_chain`, with the noise of a request ---------------------------------------------------
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -360,7 +393,7 @@ def test_a_single_draft_and_drafts_that_were_looked_up_are_verified_token_by_tok
 # -- rows that cannot be read ----------------------------------------------------------------------------
 
 
-def test_a_row_that_cannot_be_read_fails_only_who_gets_there() -> None:
+def test_a_row_that_cannot_be_read_ends_the_block_for_who_gets_there_alone() -> None:
     p, q = np.array([0.3, 0.5, 0.2]), Distribution(None, np.array([0.6, 0.2, 0.2]))
 
     def target(prefix: tuple[int, ...]) -> Float64:
@@ -369,10 +402,32 @@ def test_a_row_that_cannot_be_read_fails_only_who_gets_there() -> None:
     rows: Any = [None] * 4
     dial = Dial(target)
     dial.accept = [NEVER, 0.499, ALWAYS]  # w_2 = 0.3 / 0.6 * 0.2 / 0.2
-    with pytest.raises(NonFiniteError):
-        verify_block(dial, rows, [0, 2, 1], [q, q, q], position=0)  # type: ignore[arg-type]
+    block = verify_block(dial, rows, [0, 2, 1], [q, q, q], position=0)  # type: ignore[arg-type]
+    assert (block.accepted, block.replacement) == (2, None)
     dial.accept = [NEVER, 0.501, ALWAYS]
     assert verify_block(dial, rows, [0, 2, 1], [q, q, q], position=0).accepted == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection", "greedy", "coupled"])
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_drafts_accepted_up_to_an_unreadable_row_are_committed(rule: VerificationRule, bad: int) -> None:
+    logits = np.tile(np.array([0.0, 1.0, 2.0, 0.0], np.float32), (4, 1))
+    made = SamplingParams(temperature=0.0 if rule == "greedy" else 1.0)
+    sampler = TokenSampler(made, seed=7, prompt_ids=[0], vocab_size=4, eos_ids=[3], rule=rule)
+    drafts: list[int] = []
+    qs: list[Distribution | None] = []
+    for k in range(3):  # from the target itself: always accepted
+        if rule in ("block", "rejection"):
+            qs.append(sampler.distribution(logits[k], drafted=drafts))
+            drafts.append(
+                sampler.draw(qs[-1] or Distribution.one_hot(0), position=1 + k, purpose=Purpose.DRAFT)
+            )
+        else:
+            qs.append(None)
+            drafts.append(sampler.sample(logits[k], position=1 + k, drafted=drafts))
+    logits[bad:] = np.nan
+    verdict = verify_chain(sampler, logits, None, drafts, qs, position=1, soft_labels=True)
+    assert (verdict.accepted, verdict.token_ids) == (bad - 1, tuple(drafts[:bad]))
 
 
 def test_the_row_behind_the_anchor_must_be_readable() -> None:

@@ -68,8 +68,9 @@ def test_rows_behind_the_first_rejection_are_never_read() -> None:
     logits = np.full((4, V), np.nan, np.float32)
     logits[:2] = np.eye(V, dtype=np.float32)[[3, 4]]
     assert verify_chain(sampler(), logits, None, [3, 5, 1], None, position=1) == Verdict(1, (3, 4))
+    assert verify_chain(sampler(), logits, None, [3, 4, 1], None, position=1) == Verdict(1, (3, 4))
     with pytest.raises(NonFiniteError):
-        verify_chain(sampler(), logits, None, [3, 4, 1], None, position=1)
+        verify_chain(sampler(), logits[2:], None, [3], None, position=1)
 
 
 def test_no_drafts_give_one_token() -> None:

@@ -87,7 +87,8 @@ def test_drafts_from_the_target_itself_are_always_accepted() -> None:
 
 
 def request_sampler(params: dict[str, Any], seed: int) -> TokenSampler:
-    return TokenSampler(SamplingParams(**params), seed=seed, prompt_ids=[0], vocab_size=V, eos_ids=[2])
+    made = SamplingParams(**params)
+    return TokenSampler(made, seed=seed, prompt_ids=[0], vocab_size=V, eos_ids=[2], rule="rejection")
 
 
 def draft_chain(
@@ -197,8 +198,9 @@ def test_rows_behind_the_first_rejection_are_never_read() -> None:
     logits[0] = [-50.0, 50.0, 0.0, 0.0, 0.0, 0.0]
     sampler = request_sampler({}, 4)
     assert verify_chain(sampler, logits, None, [0, 1], None, position=1).token_ids == (1,)
+    assert verify_chain(sampler, logits, None, [1, 1], None, position=1).token_ids == (1,)
     with pytest.raises(NonFiniteError):
-        verify_chain(sampler, logits, None, [1, 1], None, position=1)
+        verify_chain(sampler, logits[1:], None, [1], None, position=1)
 
 
 def test_coupling_is_refused_where_the_seed_was_drawn() -> None:

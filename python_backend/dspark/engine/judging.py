@@ -20,6 +20,9 @@ def judge_drafts(
 ) -> Verdict:
     """Judge the drafts of a decoding sequence; rows that are not finite end the usable part.
 
+    Of drafts that p decides about, the one that leads to such a row is judged as well: leaving it out would make how
+    many are verified depend on the very token, and bend the answer.
+
     Of a drawn seed's drafts the verdict has exact labels, that of the first draft that was cut off among them;
     they cost a sum over two distributions that are at hand anyway. There are none where nobody learns from them: of
     rated drafts of requests that alter their logits.
@@ -48,11 +51,14 @@ def judge_drafts(
             block.tree.parents[index, :verified].tolist(),
             position=len(sequence.token_ids),
         )
+    drawn = sequence.sampler.rule in ("block", "rejection")
+    if drawn:
+        verified = min(num_drafts, usable)
     count = int(block.num_tokens[index])
     drafts = block.tokens[index, :count].tolist()
     distributions = block.distributions[index] if block.distributions else None
     learnt_from = block.confidence_logits is None or not sequence.request.params.alters_logits
-    labelled = count > 0 and sequence.sampler.rule in ("block", "rejection") and learnt_from
+    labelled = count > 0 and drawn and learnt_from
     cut_off = None
     if labelled and verified < count:
         cut_off = (drafts[verified], distributions[verified] if distributions else None)

@@ -11,7 +11,7 @@ every l that is a stopping time: whether l > k may depend on x_1..x_k, never on 
 docs/decisions.md.
 
 p is needed at all drafts, not only up to the first refused one. A row that cannot be read ends the block in front of
-it, and is an error only for who gets there: a draft that is not accepted fails nobody.
+it; who gets there has all drafts up to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class BlockVerdict:
     """How many drafts were accepted, and what is behind them."""
 
     accepted: int  # t
-    replacement: int | None  # the token that replaces draft t + 1; None = all l drafts were accepted
+    replacement: (
+        int | None
+    )  # the token that replaces draft t + 1; None = t = l, or the row behind cannot be read
+    weight: float  # w_t
     soft_labels: tuple[float, ...]  # P(draft k accepted | those before it were), up to draft min(t + 1, l)
 
 
@@ -76,7 +79,7 @@ def verify_block(
         position: absolute position of the first draft.
 
     Raises:
-        NonFiniteError, RequestError: of the row behind the accepted drafts, unless that is the last one.
+        NonFiniteError, RequestError: of the row behind the anchor.
     """
     block = _Block.read(sampler, logits, drafts, distributions)
     accepted = next(
@@ -87,15 +90,13 @@ def verify_block(
         ),
         0,
     )
-    labels = block.labels(accepted) if soft_labels else ()
-    if accepted == len(drafts):
-        return BlockVerdict(accepted, None, labels)
-    if accepted == len(block.targets):  # the row that could not be read: let it say why
-        sampler.distribution(logits[accepted], drafted=drafts[:accepted])
+    labels, weight = block.labels(accepted) if soft_labels else (), block.weights[accepted]
+    if accepted == block.verify_len:
+        return BlockVerdict(accepted, None, weight, labels)
     p = block.targets[accepted]
     weights = block.residual(accepted) if block.left(accepted) > 0.0 else p.probs
     entry = inverse_cdf(weights, sampler.uniform(position + accepted, Purpose.REPLACE))
-    return BlockVerdict(accepted, entry if p.token_ids is None else int(p.token_ids[entry]), labels)
+    return BlockVerdict(accepted, entry if p.token_ids is None else int(p.token_ids[entry]), weight, labels)
 
 
 class _Block:

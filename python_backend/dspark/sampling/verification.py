@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dspark.errors import ConfigError
-from dspark.sampling.block_verification import verify_block
+from dspark.errors import ConfigError, NonFiniteError, RequestError
+from dspark.sampling.block_verification import next_weight, verify_block
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.philox import Purpose
 from dspark.sampling.residual import probs_at, residual
@@ -35,6 +35,11 @@ __all__ = [
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+
+
+# Of a row that is not finite, or of which a guide or ban leaves nothing. Drafts accepted up to it are committed, the
+# last of them as the added token: the answer has all that plain decoding gives before it fails.
+_UNREADABLE = (NonFiniteError, RequestError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ def verify_chain(
             labelled when all before it are accepted: the row that gives the added token has its p.
 
     Raises:
-        NonFiniteError: when a row up to the one behind the accepted drafts is not finite.
+        NonFiniteError, RequestError: when the row behind the anchor is not finite, or a guide or ban leaves nothing
+            of it. Where that is so of the row behind accepted drafts, the last of them is the added token.
         ConfigError: for a rule that does not fit how the sampler draws.
     """
     rule = sampler.rule if rule is None else rule
@@ -95,23 +101,9 @@ def verify_chain(
         qs = [None] * len(drafts) if distributions is None else list(distributions[: len(drafts)])
         verify = _verify_block if rule == "block" and _gains_by_block(qs) else _verify_rejection
         return verify(sampler, logits, drafts, qs, position, soft_labels, cut_off if soft_labels else None)
-    labels: list[float] | None = [] if soft_labels and rule == "coupled" else None
-    accepted = 0
-    while True:
-        drafted = drafts[:accepted]
-        token_id = sampler.sample(
-            logits[accepted],
-            position=position + accepted,
-            drafted=drafted,
-            argmax=None if argmax is None else int(argmax[accepted]),
-        )
-        if labels is not None and accepted < len(drafts):
-            p = sampler.distribution(logits[accepted], drafted=drafted)
-            q = _draft_distribution(distributions, accepted, drafts)
-            labels.append(coupled_acceptance(p, q))
-        if accepted == len(drafts) or token_id != drafts[accepted]:
-            return Verdict(accepted, (*drafted, token_id), None if labels is None else tuple(labels))
-        accepted += 1
+    return _verify_same_token(
+        sampler, logits, argmax, drafts, distributions, position, soft_labels and rule == "coupled"
+    )
 
 
 def verify_tree(
@@ -214,6 +206,41 @@ def _gains_by_block(qs: Sequence[Distribution | None]) -> bool:
     return len(qs) > 1 and any(q is not None for q in qs)
 
 
+def _verify_same_token(
+    sampler: TokenSampler,
+    logits: Float32,
+    argmax: Int32 | None,
+    drafts: list[int],
+    distributions: Sequence[Distribution | None] | None,
+    position: int,
+    soft_labels: bool,
+) -> Verdict:
+    """Accept drafts while they are the tokens that the target itself draws: greedy and coupled."""
+    labels: list[float] = []
+    accepted = 0
+    while True:
+        drafted = drafts[:accepted]
+        try:
+            token_id = sampler.sample(
+                logits[accepted],
+                position=position + accepted,
+                drafted=drafted,
+                argmax=None if argmax is None else int(argmax[accepted]),
+            )
+        except _UNREADABLE:
+            if not drafted:
+                raise
+            accepted, token_id = accepted - 1, drafted[-1]
+            break
+        if soft_labels and accepted < len(drafts):
+            p = sampler.distribution(logits[accepted], drafted=drafted)
+            labels.append(coupled_acceptance(p, _draft_distribution(distributions, accepted, drafts)))
+        if accepted == len(drafts) or token_id != drafts[accepted]:
+            break
+        accepted += 1
+    return Verdict(accepted, (*drafts[:accepted], token_id), tuple(labels) if soft_labels else None)
+
+
 def _verify_block(
     sampler: TokenSampler,
     logits: Float32,
@@ -224,12 +251,15 @@ def _verify_block(
     cut_off: tuple[int, Distribution | None] | None,
 ) -> Verdict:
     block = verify_block(sampler, logits, drafts, qs, position=position, soft_labels=soft_labels)
-    labels, token_id = list(block.soft_labels), block.replacement
-    if token_id is None:
-        token_id = _added_token(sampler, logits[len(drafts)], drafts, position, labels, cut_off)
-    return Verdict(
-        block.accepted, (*drafts[: block.accepted], token_id), tuple(labels) if soft_labels else None
-    )
+    accepted, labels = block.accepted, list(block.soft_labels)
+    if block.replacement is not None:
+        token_ids = (*drafts[:accepted], block.replacement)
+    else:
+        cut_off = cut_off if accepted == len(drafts) else None
+        token_ids = _with_added(
+            sampler, logits[accepted], drafts[:accepted], position, labels, cut_off, weight=block.weight
+        )
+    return Verdict(len(token_ids) - 1, token_ids, tuple(labels) if soft_labels else None)
 
 
 def _verify_rejection(
@@ -242,9 +272,16 @@ def _verify_rejection(
     cut_off: tuple[int, Distribution | None] | None,
 ) -> Verdict:
     labels: list[float] = []
+    weight = 1.0
     for accepted, (draft, q) in enumerate(zip(drafts, qs, strict=True)):
         drafted = drafts[:accepted]
-        p = sampler.distribution(logits[accepted], drafted=drafted)
+        try:
+            p = sampler.distribution(logits[accepted], drafted=drafted)
+        except _UNREADABLE:
+            if not drafted:
+                raise
+            token_ids = tuple(drafted)
+            break
         if soft_labels:
             labels.append(_label(p, draft, q))
         token_id = rejection_step(
@@ -255,33 +292,57 @@ def _verify_rejection(
             replace_u=sampler.uniform(position + accepted, Purpose.REPLACE),
         )
         if token_id != draft:
+            token_ids = (*drafted, token_id)
             break
+        if (
+            sampler.rule == "block"
+        ):  # of which this is the short form: the draft cut off would be one of its block
+            weight = next_weight(weight, p.prob(draft), 1.0 if q is None else q.prob(draft))
     else:
-        accepted, drafted = len(drafts), drafts
-        token_id = _added_token(sampler, logits[accepted], drafts, position, labels, cut_off)
-    return Verdict(accepted, (*drafted, token_id), tuple(labels) if soft_labels else None)
+        token_ids = _with_added(
+            sampler, logits[len(drafts)], drafts, position, labels, cut_off, weight=weight
+        )
+    return Verdict(len(token_ids) - 1, token_ids, tuple(labels) if soft_labels else None)
 
 
-def _added_token(
+def _with_added(
     sampler: TokenSampler,
     logits: Float32,
     drafts: list[int],
     position: int,
     labels: list[float],
     cut_off: tuple[int, Distribution | None] | None,
-) -> int:
-    """Draw the token behind drafts that were all accepted, and label the draft that was cut off there."""
+    *,
+    weight: float,
+) -> tuple[int, ...]:
+    """Return drafts that were all accepted and the token behind them, where there is one; label the draft that was cut
+    off there.
+
+    Arguments:
+        weight: w_l of block verification, 1 token by token.
+    """
     position += len(drafts)
-    if cut_off is None:
-        return sampler.sample(logits, position=position, drafted=drafts)
-    p = sampler.distribution(logits, drafted=drafts)
-    labels.append(_label(p, *cut_off))
-    return sampler.draw(p, position=position, purpose=Purpose.SAMPLE)
+    try:
+        if cut_off is None:
+            return (*drafts, sampler.sample(logits, position=position, drafted=drafts))
+        p = sampler.distribution(logits, drafted=drafts)
+    except _UNREADABLE:
+        if not drafts:
+            raise
+        return tuple(drafts)
+    labels.append(_label(p, *cut_off, weight=weight))
+    return (*drafts, sampler.draw(p, position=position, purpose=Purpose.SAMPLE))
 
 
-def _label(p: Distribution, draft: int, q: Distribution | None) -> float:
-    """Return the acceptance of a draft from q; of a one-hot one, p of the token."""
-    return p.prob(draft) if q is None else rejection_acceptance(p, q)
+def _label(p: Distribution, draft: int, q: Distribution | None, *, weight: float = 1.0) -> float:
+    """Return the acceptance of a draft from q given those before it, sum_x min(w * p, q) / w; of a one-hot one, p
+    of the token.
+    """
+    if q is None:
+        return p.prob(draft)
+    if weight == 1.0:
+        return rejection_acceptance(p, q)
+    return max(0.0, 1.0 - float(residual(p, q, draft, weight).sum()) / weight)
 
 
 def _draft_distribution(
