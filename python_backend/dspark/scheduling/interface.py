@@ -56,9 +56,9 @@ class StepObservation:
     R decoding sequences; those that only prefill are not among them. `accepted` counts accepted drafts by
     the verification rule alone, before stop rules cut the output. `soft_labels` holds the exact acceptance
     probability `sum min(w p_k, q_k) / w` wherever both distributions are at hand, NaN elsewhere; w is the joint
-    weight of the drafts before (block verification), 1 token by token. That includes the first position that was cut off when all verified drafts were accepted: the row that gives
-    the added token has p of just that position. For greedy sequences the label is 1.0 or 0.0: does the
-    draft equal the target's token.
+    weight of the drafts before (block verification), 1 token by token. That includes the first position that was
+    cut off when all verified drafts were accepted: the row that gives the added token has p of just that
+    position. For greedy sequences the label is 1.0 or 0.0: does the draft equal the target's token.
     """
 
     sequence_ids: Int  # [R]
