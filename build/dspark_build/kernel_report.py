@@ -64,7 +64,9 @@ def loads_of(shape: ModelShape) -> Iterator[Load]:
     # W2 once a position; base logits in, q out in float32, written as logits first, then read and written as q.
     yield Load("block_sample", _BLOCK * vocab * _RANK * _WIDTH + logits * (_WIDTH + 12), 2.0 * logits * _RANK)
     rows = _SEQUENCES * (1 + _BLOCK)
-    yield Load("verify", rows * vocab * 4 * 3.0, rows * vocab * 6.0)
+    # Logits three times in float32; logits and q once more for the joint weights of the drafts but the first.
+    weighed = _SEQUENCES * (_BLOCK - 1)
+    yield Load("verify", (3.0 * rows + 2.0 * weighed) * vocab * 4, (6.0 * rows + 3.0 * weighed) * vocab)
 
 
 def write_tables(page: Path, entries: Sequence[KernelEntry], shapes: Sequence[ModelShape]) -> None:
