@@ -157,8 +157,7 @@ def test_looked_up_drafts_teach_their_own_counts_and_never_the_calibrator() -> N
                 num_blocks=1,
             )
         )
-    assert calibrator.num_labels in range(
-        150, 201
-    )  # the first position of the drafted sequence, some not learnt yet
+    # the first position of the drafted sequence; what came last is not learnt yet
+    assert calibrator.num_labels in range(100, 201)
     assert calibrator.num_excluded == 0
     assert deep[-1] == G
