@@ -267,6 +267,46 @@ def test_a_drafter_that_cannot_be_started_costs_its_drafts_alone(homes: dict[str
     assert served.engine.stats().num_drafter_faults > 0
 
 
+def test_a_look_up_that_fails_costs_its_drafts_alone(homes: dict[str, Home]) -> None:
+    served, plain = (
+        Served(homes["good"], lookup=on_device, on_device=on_device) for on_device in (True, False)
+    )
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    served.engine.drafter._lookup.propose = fail  # type: ignore[attr-defined]
+    prompts, params = PROMPTS[:3], PARAMS[:3]
+    assert served.answers(prompts, params) == plain.answers(prompts, params)
+    assert served.engine.stats().num_drafter_faults > 0
+
+
+@pytest.mark.parametrize("call", ["launch", "append"])
+def test_a_call_that_fails_once_loses_no_context(homes: dict[str, Home], call: str) -> None:
+    served, whole = (Served(homes["good"]) for _ in range(2))
+    executor: Any = served.drafter.executor
+    name = "launch" if call == "launch" else "append_context"
+    original, num_calls = getattr(executor, name), 0
+
+    def once(*given: Any, **more: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise RuntimeError("once")
+        return original(*given, **more)
+
+    setattr(executor, name, once)
+    prompts, params = [PROMPTS[2]], [{"max_tokens": 40}]
+    assert served.answers(prompts, params) == whole.answers(prompts, params)
+    assert served.engine.stats().num_drafter_faults == 1
+    # A second answer to the same prompt drafts over the pages of the first: as well as if nothing had failed.
+    for each in (served, whole):
+        each.scheduler.seen.clear()
+        each.answers(prompts, params)
+    accepted = [sum(int(step.accepted.sum()) for step in each.scheduler.seen) for each in (served, whole)]
+    assert accepted[0] == accepted[1]
+
+
 def test_auto_is_lagged_where_a_gpu_lays_out_its_passes(homes: dict[str, Home]) -> None:
     home = homes["good"]
 

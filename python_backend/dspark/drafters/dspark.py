@@ -77,9 +77,14 @@ class DSparkDrafter:
 
     def _append_waiting(self) -> None:
         rows = self._waiting.take()
-        if rows is not None:
-            features, positions, slots = rows
+        if rows is None:
+            return
+        features, positions, slots = rows
+        try:
             self.executor.append_context(features=features, positions=positions, slots=slots)
+        except Exception:
+            self._waiting.add(features, positions, slots)  # or pages would be shared that lack a row
+            raise
 
     def release(self, sequence_id: int) -> None:
         """Keep nothing by sequence: the context lives in the sequence's pages."""

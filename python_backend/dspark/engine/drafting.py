@@ -1,7 +1,7 @@
 """The steps draft and schedule: which sequences get a block, and how much of it the target verifies.
 
 The policy decides; this file asks it, asks the drafter, and sees to pages. A drafter that fails costs its drafts and
-nothing else.
+nothing else, unless the pass that takes them has been started behind it (engine/scheduled_step.py).
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ class DraftStage:
         assert output.features is not None
         try:
             self._drafter.observe(
-                features=output.features[kept],
+                features=output.features[kept]
+                if len(kept) < len(output.features)
+                else output.features.copy(),
                 positions=rows.batch.positions[kept],
                 slots=slots,
             )

@@ -9,19 +9,21 @@ A step is the host's where a decision needs what is drafted, or needs the host:
 * policy and drafter: another rule than `lagged`, a drafter without confidences or of another kind, trees, nothing known
   of two steps ago, a block that is looked at as a whole;
 * drafts: fewer than half of the decoding sequences draft, or one of them is looked up;
-* requests: one that draws in this step alters its logits by its text, or wants log probabilities;
+* requests: one that draws in this step alters its logits by its text, wants log probabilities, or has drafts judged
+  token by token (`rule: rejection`);
 * memory: there are no pages for all drafts.
 """
 
 from __future__ import annotations
 
+from collections import abc
 from typing import NamedTuple
 
 import numpy as np
 
 from dspark.calibration.online import OnlineCalibrator
 from dspark.drafters.device_draws import BlockDraws
-from dspark.drafters.interface import DraftBlock, Drafter, DraftLauncher
+from dspark.drafters.interface import DraftBlock, Drafter, DraftInput, DraftLauncher
 from dspark.engine.batching import Batcher, StepPlan
 from dspark.engine.drafting import DraftStage
 from dspark.engine.learning import StepClock
@@ -93,14 +95,7 @@ class ScheduledSteps:
         if not num_blocks or 2 * num_blocks < len(wanted):  # blocks of the others would be drafted in vain
             return None
         budget = scheduler.budget(wanted)
-        if budget is None or not drafter.can_launch(inputs):
-            return None
-        if not self._batcher.room_for_all_drafts(plan.decoding, wanted.tolist()):
-            return None
-        try:
-            drafter.launch(inputs)
-        except Exception:  # as for drafts that the host waits for
-            self._drafts.count_fault()
+        if budget is None or not self._start(drafter, plan, inputs, wanted.tolist()):
             return None
         target.launch_scheduled(self._batch(plan, budget))
         output, verify_len, pass_s = target.collect_scheduled()
@@ -117,6 +112,24 @@ class ScheduledSteps:
         rows = build_step_rows(plan, block, verify_len, page_size=self._page_size)
         clock.scheduled()
         return ScheduledStep(block, rows, output)
+
+    def _start(
+        self, drafter: DraftLauncher, plan: StepPlan, inputs: abc.Sequence[DraftInput], wanted: list[int]
+    ) -> bool:
+        """Start the drafter; False leaves the step to the host, one whose drafter fails as well."""
+        try:
+            able = drafter.can_launch(inputs)
+        except Exception:  # as for drafts that the host waits for
+            self._drafts.count_fault()
+            return False
+        if not able or not self._batcher.room_for_all_drafts(plan.decoding, wanted):
+            return False
+        try:
+            drafter.launch(inputs)
+        except Exception:
+            self._drafts.count_fault()
+            return False
+        return True
 
     def _batch(self, plan: StepPlan, budget: int) -> ScheduledBatch:
         sequences = plan.sequences

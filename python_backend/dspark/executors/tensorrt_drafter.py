@@ -109,9 +109,10 @@ class TensorRTBlockDrafter:
     def launch(self, batch: DraftBatch, *, num_drafts: Int32, draws: BlockDraws) -> None:
         """Start what `draft_sampled` does; `num_drafts` [R] may be 0."""
         assert self.launches, "asked of what runs alone"
-        feeds, sizes = self._call(batch, num_drafts, draws)
+        feeds, sizes, waiting = self._call(batch, num_drafts, draws)
         self._num_started = len(batch.anchors)
         self._runner.launch(feeds, sizes, _GREEDY, padding=_PADDING)
+        self._waiting = waiting
 
     def collect(self) -> StartedBlock:
         """Wait for what was started."""
@@ -140,19 +141,21 @@ class TensorRTBlockDrafter:
         self, batch: DraftBatch, num_drafts: Int32, outputs: tuple[str, ...], draws: BlockDraws
     ) -> dict[str, npt.NDArray[Any]]:
         """Write the rows that wait and draft; return outputs of the real sequences."""
-        feeds, sizes = self._call(batch, num_drafts, draws)
-        return self._runner.run(feeds, sizes, dict.fromkeys(outputs, len(batch.anchors)), padding=_PADDING)
+        feeds, sizes, waiting = self._call(batch, num_drafts, draws)
+        found = self._runner.run(feeds, sizes, dict.fromkeys(outputs, len(batch.anchors)), padding=_PADDING)
+        self._waiting = waiting
+        return found
 
     def _call(
         self, batch: DraftBatch, num_drafts: Int32, draws: BlockDraws
-    ) -> tuple[dict[str, npt.NDArray[Any]], Sizes]:
-        """Return inputs and sizes of a call, rows that wait among them."""
+    ) -> tuple[dict[str, npt.NDArray[Any]], Sizes, _Rows]:
+        """Return inputs and sizes of a call, rows that wait among them, and the rows that wait once it has run."""
         shapes, num_sequences = self._shapes, len(batch.anchors)
         wanted = self._kept() if self._kept else None
         if wanted is not None:
             wanted.host()  # before this call writes over it
         self._kept = None
-        new, self._waiting = self._waiting.cut(shapes.max_new_rows)
+        new, waiting = self._waiting.cut(shapes.max_new_rows)
         feeds: dict[str, npt.NDArray[Any]] = {
             "features": new.features,
             "new_positions": new.positions,
@@ -169,7 +172,7 @@ class TensorRTBlockDrafter:
             "N": bucket("new context rows", len(new.slots), shapes.max_new_rows),
             "P": shapes.max_pages,
         }
-        return feeds, sizes
+        return feeds, sizes, waiting
 
     # Heads
 
