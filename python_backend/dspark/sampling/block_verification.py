@@ -86,7 +86,7 @@ def verify_block(
         (
             k
             for k in range(block.verify_len, 0, -1)
-            if sampler.uniform(position + k - 1, Purpose.ACCEPT) < block.threshold(k)
+            if block.accepts(k, sampler.uniform(position + k - 1, Purpose.ACCEPT))
         ),
         0,
     )
@@ -106,7 +106,8 @@ class _Block:
         self.targets: list[Distribution] = []  # p_1, p_2, ...
         self.weights = [1.0]  # w_0, w_1, ...
         self._drafts, self._distributions = drafts, distributions
-        self._residuals: dict[int, tuple[Float64, float]] = {}
+        self._left: dict[int, float] = {}
+        self._scratch = np.empty(0)  # a fresh array for every row costs as much as its sum
 
     @classmethod
     def read(
@@ -139,22 +140,25 @@ class _Block:
 
     def residual(self, k: int) -> Float64:
         """Return max(w_k * p_{k+1} - q_{k+1}, 0) on the support of p_{k+1}."""
-        self.left(k)
-        return self._residuals[k][0]
+        return residual(self.targets[k], self._distributions[k], self._drafts[k], self.weights[k])
 
     def left(self, k: int) -> float:
         """Return S_k, the mass of `residual`."""
-        known = self._residuals.get(k)
-        if known is None:
-            left = residual(self.targets[k], self._distributions[k], self._drafts[k], self.weights[k])
-            known = self._residuals[k] = (left, float(left.sum()))
-        return known[1]
+        left = self._left.get(k)
+        if left is None:
+            p = self.targets[k]
+            if len(self._scratch) != len(p.probs):
+                self._scratch = np.empty(len(p.probs))
+            over = residual(p, self._distributions[k], self._drafts[k], self.weights[k], out=self._scratch)
+            left = self._left[k] = float(over.sum())
+        return left
 
-    def threshold(self, k: int) -> float:
-        """Return h_k, k >= 1."""
-        if k == self.verify_len:
-            return self.weights[k]
-        return threshold(self.weights[k], self.left(k))
+    def accepts(self, k: int, u: float) -> bool:
+        """Return whether u < h_k, k >= 1; h_k is never above w_k, so that S_k is summed up for few rows."""
+        weight = self.weights[k]
+        if not u < weight or k == self.verify_len:
+            return u < weight
+        return u < threshold(weight, self.left(k))
 
     def labels(self, accepted: int) -> tuple[float, ...]:
         """Return P(t >= k + 1 | t >= k, x_1..x_k) = sum_x min(w_k * p, q) / w_k of all k <= t that have a draft."""

@@ -12,14 +12,17 @@ __all__ = ["probs_at", "residual"]
 Float64 = npt.NDArray[np.float64]
 
 
-def residual(p: Distribution, q: Distribution | None, draft: int, weight: float = 1.0) -> Float64:
-    """Return max(weight * p - q, 0) on p's support, not normalised; float64 [len(p.probs)], the caller's own.
+def residual(
+    p: Distribution, q: Distribution | None, draft: int, weight: float = 1.0, *, out: Float64 | None = None
+) -> Float64:
+    """Return max(weight * p - q, 0) on p's support, not normalised; float64 [len(p.probs)].
 
     Arguments:
         q: None = one-hot at `draft`.
         weight: in [0, 1].
+        out: where it is put, as long as p's support; None = into an array of the caller's own.
     """
-    left = p.probs * weight
+    left = np.multiply(p.probs, weight, out=out)
     if q is None:
         entry = draft if p.token_ids is None else int(np.searchsorted(p.token_ids, draft))
         if p.token_ids is None or (entry < len(left) and p.token_ids[entry] == draft):
