@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from dspark.errors import ConfigError
+from dspark.scheduling.corrected_curve import CorrectedCurve
 from dspark.scheduling.cost_model import CapacityFile, CostCurve, CostModel, Fingerprint
 from dspark.scheduling.interface import StepObservation
 
@@ -301,3 +303,24 @@ def test_many_blocks_are_not_taken_for_the_price_of_the_one_that_was_measured() 
     seconds = CostModel(one).draft_s_range(16)
     assert seconds[0] == pytest.approx(0.0004)
     assert seconds[15] > 3 * seconds[0]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.5])
+def test_a_curve_is_still_one_after_a_day_of_every_load(noise: float) -> None:
+    """Rounding adds up: after a hundred batches the belief was no covariance any more, and nothing was foreseen."""
+    rng = np.random.default_rng(3)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    curve = CorrectedCurve(sizes, tuple(0.006 + 0.00015 * size for size in sizes), prior_weight=16.0)
+    for batch in range(2400):
+        load = 64 >> min(batch // 400, 6)
+        rows = (load * rng.integers(1, 6, size=24)).tolist()
+        tokens = (load * rng.integers(60, 250, size=24)).astype(float).tolist()
+        pace = 1.6 if batch % 500 < 100 else 1.0
+        seconds = [
+            pace * (0.006 + 0.00013 * r) * math.exp(noise * rng.normal()) + 1.5e-6 * t
+            for r, t in zip(rows, tokens, strict=True)
+        ]
+        foreseen = curve.observe(rows, seconds, tokens=tokens, known_s=[0.0] * 24)
+        assert np.isfinite(foreseen).all(), f"batch {batch}"
+    assert curve.error < 0.02 + noise
+    assert curve.token_s == pytest.approx(1.5e-6, rel=0.3 + 2 * noise)

@@ -113,7 +113,11 @@ class CurveFilter:
         residuals = common + np.clip(residuals - common, -limit, limit)
         gain = np.linalg.solve(shared @ slopes.T + noise * np.eye(num), shared)  # [n, *]
         self._mean += residuals @ gain
-        self._covariance -= shared.T @ gain
+        # Joseph's form: a covariance whatever is lost to rounding. `covariance - shared.T @ gain` is the same on paper,
+        # and was none after a hundred batches of a token's tiny and a height's large variance.
+        left = np.eye(len(self._mean)) - gain.T @ slopes
+        covariance = left @ self._covariance @ left.T + noise * (gain.T @ gain)
+        self._covariance = 0.5 * (covariance + covariance.T)
         self._learn_usual(residuals)
 
     def _forget(self, num_steps: int) -> None:
