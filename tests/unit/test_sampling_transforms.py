@@ -10,7 +10,7 @@ from dspark.errors import NonFiniteError, RequestError
 from dspark.request import SamplingParams
 from dspark.sampling.distribution import Distribution
 from dspark.sampling.philox import Purpose
-from dspark.sampling.transforms import TokenSampler, inverse_cdf
+from dspark.sampling.transforms import SampledRule, TokenSampler, inverse_cdf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chi_square import assert_distributed_as
@@ -280,13 +280,18 @@ def test_named_seeds_draw_drafts_and_target_tokens_with_the_same_noise() -> None
     assert agreed < 150  # drawn seeds: drafts and replacements are independent
 
 
-def test_a_position_that_is_drafted_again_gets_fresh_noise() -> None:
-    made = sampler(prompt=[1, 2, 3])
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_a_position_that_is_drafted_again_gets_fresh_noise(rule: SampledRule) -> None:
+    made = TokenSampler(
+        SamplingParams(temperature=1.0), seed=3, prompt_ids=[1, 2, 3], vocab_size=10, eos_ids=[], rule=rule
+    )
     first = made.uniform(5, Purpose.DRAFT)
-    accept = made.uniform(5, Purpose.ACCEPT)
+    accept, replace = made.uniform(5, Purpose.ACCEPT), made.uniform(5, Purpose.REPLACE)
     made.commit([4])
     assert made.uniform(5, Purpose.DRAFT) != first
-    assert made.uniform(5, Purpose.ACCEPT) == accept
+    # Of a block all numbers are looked at, token by token none behind the first refused draft.
+    assert (made.uniform(5, Purpose.ACCEPT) == accept) == (rule == "rejection")
+    assert made.uniform(5, Purpose.REPLACE) == replace
 
 
 @pytest.mark.parametrize("n", [3, 10_000])
