@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from dspark_plugins.ops.scheduled_rows import FARTHEST
 from onnx import TensorProto, numpy_helper
 
 from dspark_build.export_graph import DOMAIN, Graph, plugin_attributes
 
 __all__ = ["RowNames", "scheduled_rows"]
-
-_FARTHEST = 30.0  # |x| beyond which a calibrated logit changes nothing any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def _calibrated(g: Graph) -> str:
     wrong = g.op("Or", g.op("IsNaN", logits), g.op("IsInf", logits))
     x = g.op("Where", wrong, g.number(0.0, np.float32), logits)
     x = g.op("Add", g.op("Mul", x, scale), shift)
-    x = g.op("Clip", x, g.number(-_FARTHEST, np.float32), g.number(_FARTHEST, np.float32))
+    x = g.op("Clip", x, g.number(-FARTHEST, np.float32), g.number(FARTHEST, np.float32))
     tail = g.op("Add", g.number(1.0, np.float32), g.op("Exp", g.op("Neg", g.op("Abs", x))))
     high = g.op("Add", g.op("Relu", x), g.op("Log", tail))  # softplus(x)
     low = g.op("Sub", high, x)

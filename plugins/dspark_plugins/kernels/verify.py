@@ -28,6 +28,20 @@ _NONE = tl.constexpr(2147483647)
 
 
 @triton.jit
+def _sequence_of(query_start, num_sequences, row):
+    """Return the sequence that a row is of, the last one behind all rows."""
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def row_limits_kernel(
     logits,
     query_start,
@@ -47,14 +61,7 @@ def row_limits_kernel(
     `limits` [T, 3] float32: top, scale, weight of what stays. `bounds` [T, 3] int32: cut, last, finite.
     """
     row = tl.program_id(0)
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start + middle) <= row:
-            low = middle
-        else:
-            high = middle
+    low = _sequence_of(query_start, num_sequences, row)
     if row < tl.load(query_start + num_sequences):
         top, scale, cut, last, total, finite = truncate_row(
             logits + row.to(tl.int64) * logits_stride,
@@ -100,14 +107,7 @@ def chain_weights_kernel(
     Rows of the anchor, of other rules and behind a row that is not finite are not for reading.
     """
     row = tl.program_id(0)
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start + middle) <= row:
-            low = middle
-        else:
-            high = middle
+    low = _sequence_of(query_start, num_sequences, row)
     start = tl.load(query_start + low)
     end = tl.load(query_start + low + 1)
     k = row - start

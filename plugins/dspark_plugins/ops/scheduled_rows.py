@@ -15,9 +15,11 @@ from torch.nn.functional import relu
 
 from dspark_plugins.ops.schedule import schedule
 
-__all__ = ["calibrated", "scheduled_rows"]
+__all__ = ["FARTHEST", "calibrated", "scheduled_rows"]
 
-_FARTHEST = 30.0  # |x| beyond which a calibrated logit changes nothing any more
+FARTHEST = (
+    30.0  # |x| beyond which a calibrated logit changes nothing any more, as in dspark.calibration.online
+)
 
 
 def calibrated(logits: Tensor, kinds: Tensor, calibration: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ def calibrated(logits: Tensor, kinds: Tensor, calibration: Tensor) -> Tensor:
     """
     scale, shift, a, b, d = calibration[kinds.clamp(min=0).long()].unbind(-1)
     finite = logits.isfinite()
-    x = (torch.where(finite, logits, 0.0) * scale + shift).clamp(-_FARTHEST, _FARTHEST)
+    x = (torch.where(finite, logits, 0.0) * scale + shift).clamp(-FARTHEST, FARTHEST)
     high = relu(x) + torch.log1p(torch.exp(-x.abs()))  # softplus(x); softplus(-x) = high - x
     confidence = torch.sigmoid(b * high + d - a * (high - x))
     return torch.where(finite, confidence, torch.nan)

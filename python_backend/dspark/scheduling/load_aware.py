@@ -15,6 +15,7 @@ import math
 from collections import deque
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,12 +58,22 @@ _GATHERED_STEPS, _GATHERED_ROWS = 192, 192  # what the calibrator is told of at 
 _UNREAD_STEPS, _UNREAD_S = 64, 0.4  # steps that are only kept until they are read, and seconds of them
 
 
-# What a step chose by, until it is over: rows [R], survivals [R] of up to G, which blocks were looked up [R] (None = no
-# block was), and the drafts of the longest blocks of this kind.
-_Choice = tuple[list[int], list[list[float]], list[bool] | None, int]
+class _Choice(NamedTuple):
+    """What a step chose by, until it is over."""
 
-# A step that is over and was not learnt from yet: its number, seconds of drafting a probe, what it showed.
-_Unread = tuple[int, float, StepObservation, _Choice | None]
+    rows: list[int]  # [R]
+    survival: list[list[float]]  # [R] of up to G
+    looked_up: list[bool] | None  # [R] blocks that were looked up; None = none was
+    reach: int  # drafts of the longest blocks of this kind
+
+
+class _Unread(NamedTuple):
+    """A step that is over and was not learnt from yet."""
+
+    number: int
+    probe_s: float  # seconds of drafting a probe
+    step: StepObservation
+    choice: _Choice | None
 
 
 class LoadAwareScheduler:
@@ -236,7 +247,7 @@ class LoadAwareScheduler:
             values = calibrator.confidence_of_one(logits, sampled=kind)
         survival = list(accumulate(values, mul))
         reach = self._block_size if kind == RATED else self._chain_len
-        self._choice = (self._rows_of(sequence_ids), [survival], None, reach)
+        self._choice = _Choice(self._rows_of(sequence_ids), [survival], None, reach)
         self._drafted = True
         return self._ones[
             lookahead_len(
@@ -275,7 +286,9 @@ class LoadAwareScheduler:
         if confidence_logits is None:
             return self._spend_on_silent(verify_len, rows, num_drafts)
         reach = self._block_size if sampled[0] == RATED else self._chain_len
-        self._choice = (rows, survival.tolist(), None if looked_up is None else looked_up.tolist(), reach)
+        self._choice = _Choice(
+            rows, survival.tolist(), None if looked_up is None else looked_up.tolist(), reach
+        )
         nothing = np.int32(0)
         if looked_up is not None:
             verify_len = self._spend_on_silent(verify_len, rows, np.where(looked_up, num_drafts, nothing))
@@ -324,7 +337,7 @@ class LoadAwareScheduler:
             values = confidence_of_one(of_one if num == len(of_one) else of_one[:num], sampled=kind)
             survival.append(list(accumulate(values, mul)))
         reach = self._block_size if sampled[0] == RATED else self._chain_len
-        self._choice = (rows, survival, None, reach)
+        self._choice = _Choice(rows, survival, None, reach)
         if 1 < num_sequences <= _HEADS and self._sees_ahead:
             lens = lookahead_lens(
                 survival,
@@ -490,7 +503,7 @@ class LoadAwareScheduler:
         choice, self._choice = self._choice, None
         drafted, self._drafted = self._drafted, False
         planner = self._planner
-        self._unread.append((planner.num_steps, planner.probe_s, step, choice))
+        self._unread.append(_Unread(planner.num_steps, planner.probe_s, step, choice))
         planner.probe_s = 0.0
         self._unread_s += step.step_s or step.verify_s
         if choice is not None:
