@@ -17,7 +17,14 @@ from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, DSparkError
 from dspark.models.tokenizer import Tokenizer
 
-from dspark_build.bench_engine import engine_rate, load_engine, load_peer, pass_seconds, read_bandwidth
+from dspark_build.bench_engine import (
+    PeerRate,
+    engine_rate,
+    load_engine,
+    load_peer,
+    pass_seconds,
+    read_bandwidth,
+)
 from dspark_build.bench_lines import Line, median, spread, table
 from dspark_build.bench_memory import MEMORY_ALLOWANCE_BYTES, measure_memory, num_weights, short_prompts
 from dspark_build.bench_prompts import MIXED, NEW, REPEATING, chat_ids
@@ -25,6 +32,7 @@ from dspark_build.bench_server import ServedEngine
 
 __all__ = ["SECTIONS", "main"]
 
+DEFAULT_DRAFTER = "model_repository/dspark/1/drafter"
 DEFAULT_TARGET = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _GROWTH_BYTES = 8e6  # allocators round; a leak of a request's worth, 10 kB, would be 10 MB
@@ -46,13 +54,25 @@ class Bench:
             "num_threads": args.threads,
         }
         self._engines: dict[str, Engine] = {}
+        self._peer: PeerRate | None = None
 
-    def engine(self, executor: str = "auto") -> Engine:
-        """Return the engine of one executor, loaded when it is first asked for."""
-        if executor not in self._engines:
-            say(f"loading the {executor} executor")
-            self._engines[executor] = load_engine({**self.settings, "executor": executor})
-        return self._engines[executor]
+    def engine(self, executor: str = "auto", **settings: object) -> Engine:
+        """Return the engine of one executor and other settings, loaded when it is first asked for."""
+        name = " ".join([executor, *map(str, settings.values())])
+        if name not in self._engines:
+            say(f"loading {name}")
+            self._engines[name] = load_engine({**self.settings, "executor": executor, **settings})
+        return self._engines[name]
+
+    def peer(self) -> PeerRate | None:
+        """Return transformers' `generate` in the target's dtype; None where it is left out or not installed."""
+        if self._peer is None and not self.args.no_peer:
+            self._peer = load_peer(self.args.target, dtype=self.peer_dtype(), threads=self.args.threads)
+        return self._peer
+
+    def peer_dtype(self) -> str:
+        dtype = self.engine().target.dtype
+        return dtype if dtype != "int8" else "bfloat16"
 
     def prompts(self, texts: Sequence[str], round_number: int) -> list[tuple[int, ...]]:
         tokenizer: Tokenizer | None = self.engine().tokenizer
@@ -138,11 +158,7 @@ def measure_engines(bench: Bench) -> Iterator[Line]:
     """One request and sixteen different ones, either executor, against transformers."""
     ours = bench.engine()
     torch = None if ours.target.name == "torch" else bench.engine("torch")
-    dtype = ours.target.dtype if ours.target.dtype != "int8" else "bfloat16"
-    peer = (
-        None if bench.args.no_peer else load_peer(bench.args.target, dtype=dtype, threads=bench.args.threads)
-    )
-    most = bench.args.max_tokens
+    peer, most = bench.peer(), bench.args.max_tokens
 
     def turns(round_number: int) -> dict[str, Callable[[], float]]:
         many = bench.prompts(MIXED, round_number)
@@ -170,8 +186,41 @@ def measure_engines(bench: Bench) -> Iterator[Line]:
         yield ratio_line("torch executor: 16 requests over 1", t_many, t_one, "tokens/s", 5.0)
     if peer is not None:
         p_one, p_many = rates["transformers, 1 request"], rates["transformers, 16 requests"]
-        yield ratio_line("over transformers, 1 request", one, p_one, f"{dtype} for both", 1.0)
-        yield ratio_line("over transformers, 16 requests", many, p_many, f"{dtype} for both", 6.0)
+        how = f"{bench.peer_dtype()} for both"
+        yield ratio_line("over transformers, 1 request", one, p_one, how, 1.0)
+        how = f"{how}, {most} tokens of each and none more"
+        yield ratio_line("over transformers, 16 requests of one length", many, p_many, how, 6.0)
+
+
+def measure_whole_answers(bench: Bench) -> Iterator[Line]:
+    """Sixteen questions answered to their own ends, as users wait for them: plain, as served, and by transformers."""
+    plain, peer = bench.engine(), bench.peer()
+    served = bench.engine(drafter=bench.args.drafter)
+    most = bench.args.max_answer
+    ends = {*plain.target.config.eos_ids, *(plain.tokenizer.eos_ids if plain.tokenizer else ())}
+
+    def turns(round_number: int) -> dict[str, Callable[[], float]]:
+        prompts = bench.prompts(MIXED, 40 + round_number)
+        runs: dict[str, Callable[[], float]] = {
+            "whole answers, plain": lambda: engine_rate(plain, prompts, most, num_drafts=0, ignore_eos=False),
+            "whole answers, drafter": lambda: engine_rate(
+                served, prompts, most, num_drafts=-1, ignore_eos=False
+            ),
+        }
+        if peer is not None:
+            runs["whole answers, transformers"] = lambda: peer(prompts, most, ends=ends)
+        return runs
+
+    rates = bench.rounds(turns)
+    for name, values in rates.items():
+        yield rate_line(name, values)
+    if peer is not None:
+        how = f"{bench.peer_dtype()} for both, at most {most} tokens an answer"
+        ours, theirs = rates["whole answers, drafter"], rates["whole answers, transformers"]
+        yield ratio_line(
+            "plain over transformers, 16 whole answers", rates["whole answers, plain"], theirs, how, 6.0
+        )
+        yield ratio_line("drafter over transformers, 16 whole answers", ours, theirs, how, 6.0)
 
 
 def measure_ngram(bench: Bench) -> Iterator[Line]:
@@ -285,6 +334,7 @@ def measure_resident(bench: Bench) -> Iterator[Line]:
 SECTIONS: dict[str, Callable[[Bench], Iterator[Line]]] = {
     "passes": measure_passes,
     "engines": measure_engines,
+    "answers": measure_whole_answers,
     "ngram": measure_ngram,
     "server": measure_server,
     "memory": measure_resident,
@@ -313,6 +363,12 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=3, help="behind one that warms up; default: %(default)s"
     )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens an answer; default: %(default)s")
+    parser.add_argument(
+        "--max-answer", type=int, default=512, help="most tokens of a whole answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--drafter", default=DEFAULT_DRAFTER, help="of the whole answers; default: %(default)s"
+    )
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument(
         "--memory-requests",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from dspark.config import load_serve_config
@@ -65,10 +66,20 @@ def pass_seconds(engine: Engine, num_rows: int, *, repeats: int = 5) -> float:
     return float(np.median(taken))
 
 
-def load_peer(target: str, *, dtype: str, threads: int) -> Callable[[Prompts, int], float] | None:
+class PeerRate(Protocol):
+    """What `engine_rate` measures, by another program."""
+
+    def __call__(
+        self, prompts: Prompts, max_tokens: int, *, ends: Collection[int] = ()
+    ) -> float: ...  # pragma: no cover
+
+
+def load_peer(target: str, *, dtype: str, threads: int) -> PeerRate | None:
     """Return `engine_rate`'s measurement through Hugging Face transformers' `generate`, same dtype and threads.
 
-    Prompts of unequal length are padded on the left, as its users do it. None where it is not installed.
+    Prompts of unequal length are padded on the left, as its users do it. Without `ends`, ids that end an answer, every
+    answer goes on to `max_tokens`; with them the batch does until its last answer has ended, and tokens up to the ends
+    count. None where it is not installed.
     """
     try:
         import torch
@@ -83,28 +94,30 @@ def load_peer(target: str, *, dtype: str, threads: int) -> Callable[[Prompts, in
         where = {"pretrained_model_name_or_path": target}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
 
-    def rate(prompts: Prompts, max_tokens: int) -> float:
+    def rate(prompts: Prompts, max_tokens: int, *, ends: Collection[int] = ()) -> float:
         longest = max(map(len, prompts))
         ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, longest - len(prompt) :] = 1
+        until = {"eos_token_id": sorted(ends)} if ends else {"min_new_tokens": max_tokens}
         started = time.perf_counter()
         with torch.inference_mode():
             answers = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-                pad_token_id=0,
+                ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **until
             )
         seconds = time.perf_counter() - started
-        assert answers.shape == (len(prompts), longest + max_tokens)
-        return len(prompts) * max_tokens / seconds
+        counts = [num_until(answer, ends) for answer in answers[:, longest:].tolist()]
+        assert ends or counts == [max_tokens] * len(prompts)
+        return sum(counts) / seconds
 
     return rate
+
+
+def num_until(answer: Sequence[int], ends: Collection[int]) -> int:
+    """Return how many tokens an answer has up to the first that ends it, with it; all of them where none does."""
+    return next((i for i, token in enumerate(answer, 1) if token in ends), len(answer))
 
 
 def read_bandwidth(threads: int) -> tuple[float, str]:

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from dspark.errors import DSparkError
 from dspark_build.bench import SECTIONS, main, ratios
+from dspark_build.bench_contexts import decoding_pass
+from dspark_build.bench_engine import num_until
 from dspark_build.bench_lines import Line, median, spread, table
 from dspark_build.bench_load import Turn, kept_turns, median_rate, median_ratio, over_peer, save_turns
 from dspark_build.bench_load import table as load_table
@@ -197,3 +199,19 @@ def test_an_answer_that_speculation_changed_is_an_error():
     check_answers("p", {"plain": same, "drafter": same})
     with pytest.raises(DSparkError, match="drafter changed"):
         check_answers("p", {"plain": same, "drafter": Answer((1, 3), 1.0, 2)})
+
+
+def test_an_answer_counts_up_to_its_end_and_with_it():
+    assert num_until([5, 7, 2, 9, 2], {2}) == 3
+    assert num_until([5, 7], {2}) == 2
+    assert num_until([5, 2], ()) == 2
+
+
+@pytest.mark.parametrize("context_len", [1, 15, 16, 40])
+def test_a_pass_behind_scattered_pages_writes_where_its_context_ends(context_len):
+    batch = decoding_pass(3, context_len, page_size=16, vocab_size=100)
+    assert batch.page_table.shape == (3, context_len // 16 + 1)
+    assert sorted(batch.page_table.ravel()) == list(range(batch.page_table.size))
+    for row, slot in enumerate(batch.slots):
+        assert batch.page_table[row, context_len // 16] == slot // 16
+        assert slot % 16 == context_len % 16

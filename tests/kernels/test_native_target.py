@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -531,3 +532,29 @@ def test_worker_threads_are_pinned_where_that_is_asked_for(pin: bool) -> None:
     )
     assert target.name == "native"
     assert len(narrow() - before) == int(pin)
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_the_cache_is_resident_from_the_start_where_that_is_asked_for(touch: bool) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    target = NativeTarget(
+        MODELS["small"], DictWeights(weights_of("small")), dtype="float32", touch_cache=touch
+    )
+    num_pages = (64 << 20) // target.cache_page_bytes(16)
+    before = resident()
+    target.allocate_cache(num_pages=num_pages, page_size=16)
+    assert (resident() - before > 60 << 20) is touch
+
+
+def test_touching_a_cache_leaves_what_is_in_it() -> None:
+    which, text = target("small", "bfloat16", isa(), 2), tokens_of("small", 40)
+    wanted = run_whole(which, text).logits
+    sequence = Sequence(pages=[0, 1, 2])
+    which.allocate_cache(num_pages=NUM_SLOTS // 16, page_size=16)
+    which.forward(step_batch([(sequence, text[:-1])], page_size=16))
+    which._decoder.touch_cache()
+    sequence.cached = text[:-1]
+    last = which.forward(step_batch([(sequence, text[-1:])], page_size=16))
+    np.testing.assert_array_equal(last.logits[0], wanted[-1])

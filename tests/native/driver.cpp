@@ -84,6 +84,7 @@ class Model {
     confidence_ = random.values(kHidden + kRank);
     angles_ = random.values(1024 * kDim);
     if (dspark_decoder_allocate_cache(decoder_, kPage * kPages + 8 * kBlock) != 0) ++failures;
+    dspark_decoder_touch_cache(decoder_);
   }
   ~Model() {
     dspark_decoder_destroy(decoder_);

@@ -82,6 +82,6 @@ def test_model_yaml_holds_known_settings_and_their_defaults():
     path = REPOSITORY / "1" / "model.yaml"
     given = yaml.safe_load(path.read_text())
     config = load_serve_config(path, environ={})
-    chosen = {name: given[name] for name in ("target", "prompt_lookup")}  # for the demo
+    chosen = {name: given[name] for name in ("target", "prompt_lookup", "touch_cache")}
     bare = load_serve_config(None, chosen, environ={})
     assert config == bare, "model.yaml must say what happens without it, but for what it chooses"

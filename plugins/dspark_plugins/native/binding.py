@@ -145,6 +145,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dspark_decoder_set_norm": (_Status, (_handle, _i32, _i32, _ptr, _i32)),
     "dspark_decoder_set_ends": (None, (_handle, _handle, _handle)),
     "dspark_decoder_allocate_cache": (_Status, (_handle, _i64)),
+    "dspark_decoder_touch_cache": (_Status, (_handle,)),
     "dspark_decoder_move_cache": (None, (_handle, _i32, _ptr, _ptr)),
     "dspark_decoder_forward": (_Status, (_handle, ct.POINTER(Pass))),
     "dspark_decoder_append": (_Status, (_handle, _handle, _ptr, _ptr, _i32, _ptr, _ptr, _ptr, _ptr)),
@@ -386,6 +387,11 @@ class NativeDecoder:
     def allocate_cache(self, num_slots: int) -> None:
         with self.pool.lock:
             self._library.dspark_decoder_allocate_cache(self.handle, num_slots)
+
+    def touch_cache(self) -> None:
+        """Have the system give the cache's memory now: in a virtual machine a first touch takes milliseconds."""
+        with self.pool.lock:
+            self._library.dspark_decoder_touch_cache(self.handle)
 
     def move_cache(self, from_slots: Int32, to_slots: Int32) -> None:
         """Copy keys and values of every layer from slot to slot [n], in order."""

@@ -33,11 +33,17 @@ enum Kind : int32_t {
   kContextRows, // append: [rows] norm
   kKeysValues,  // append: [panels] K and V projections
   kKeyHeads,    // append: [rows]
+  kTouch,       // touch_cache: [pieces of kTouchBytes]
 };
 
 struct PhaseInfo {
   Kind kind;
   int layer;
+};
+
+// What is attended to at a time: one row, one key head, one chunk of keys.
+struct Part {
+  int row, kv_head, chunk;
 };
 
 struct Layer {
@@ -51,6 +57,7 @@ struct Layer {
 // Passes over few rows are short of work between two phases, so there each thread converts the input of a projection for
 // itself (`fused_`): the same numbers twice are cheaper than a phase of their own.
 constexpr int kFusedRows = 8;
+constexpr int64_t kTouchBytes = int64_t{2} << 20;  // a huge page, where the system has them
 
 class Decoder {
  public:
@@ -60,6 +67,7 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   void allocate_cache(int64_t num_slots);
+  void touch_cache();
   void move_cache(int num, const int32_t* from, const int32_t* to);
   void forward(const DSparkPass& pass);
   void append(const Matrix& fc, const float* norm, const float* features, int rows, const int32_t* positions,
@@ -85,8 +93,9 @@ class Decoder {
   void reserve_rows(int rows);
   void plan_sequences();
   void input_row(int layer, int t);
-  void attend(int layer, int item, int thread);
-  void attend_chunk(int layer, int t, int kv_head, int chunk, float* partial, int thread);
+  void attend(int layer, int item, bool more, int thread);
+  void attend_chunk(int layer, Part part, Part next, float* partial, int thread);
+  Part part(int item) const;
   void merge_row(int t);
   void project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out, int64_t out_stride,
                int rows, int begin, int end);
@@ -161,6 +170,14 @@ void Decoder::allocate_cache(int64_t num_slots) {
   if (!cache_) throw OutOfMemory("a cache", cache_bytes_);
 }
 
+// Have the system give all of the cache's memory now, by all threads; what is in the cache stays.
+void Decoder::touch_cache() {
+  plan_.clear();
+  totals_.clear();
+  add(kTouch, 0, (cache_bytes_ + kTouchBytes - 1) / kTouchBytes);
+  pool_.run(totals_.data(), 1, body, this);
+}
+
 // Copy keys and values of every layer from slot to slot, one after the other.
 void Decoder::move_cache(int num, const int32_t* from, const int32_t* to) {
   const int64_t element = cache_dtype_ == kFloat32 ? 4 : 2, lane = 16 * element;
@@ -169,15 +186,17 @@ void Decoder::move_cache(int num, const int32_t* from, const int32_t* to) {
     for (int i = 0; i < num; ++i) {
       if (from[i] == to[i]) continue;
       const auto key = [&](int slot) {  // of head 0, dimension 0
-        return c.keys + int64_t{slot / 16} * kv_heads_ * dim_ * lane + slot % 16 * element;
+        return c.keys + (c.key_block(slot, 0) + slot % 16) * element;
       };
       const uint8_t* source = key(from[i]);
       uint8_t* target = key(to[i]);
       for (int j = 0; j < kv_heads_ * dim_; ++j) {
         std::memcpy(target + j * lane, source + j * lane, static_cast<size_t>(element));
       }
-      const int64_t row = int64_t{kv_heads_} * dim_pad_ * element;
-      std::memcpy(c.values + to[i] * row, c.values + from[i] * row, static_cast<size_t>(row));
+      for (int h = 0; h < kv_heads_; ++h) {
+        std::memcpy(c.values + c.value_row(to[i], h) * element, c.values + c.value_row(from[i], h) * element,
+                    static_cast<size_t>(dim_pad_ * element));
+      }
     }
   }
 }
@@ -354,8 +373,17 @@ void Decoder::input_row(int layer, int t) {
   }
 }
 
-void Decoder::attend_chunk(int layer, int t, int kv_head, int chunk, float* partial, int thread) {
+// The item's place, with its first chunk where chunks are no items of their own.
+Part Decoder::part(int item) const {
+  const int rows = pass_.num_rows;
+  if (split_) return {item / max_chunks_ / kv_heads_, item / max_chunks_ % kv_heads_, item % max_chunks_};
+  return {item % rows, item / rows, 0};
+}
+
+// `next` is what this thread attends to afterwards; its row is -1 where that is not known.
+void Decoder::attend_chunk(int layer, Part part, Part next, float* partial, int thread) {
   const DSparkPass& p = pass_;
+  const auto [t, kv_head, chunk] = part;
   const int i = row_sequence_[static_cast<size_t>(t)], context = p.context_len[i];
   const int visible = row_visible_[static_cast<size_t>(t)], window = layers[static_cast<size_t>(layer)].window;
   const int start = chunk * kChunk;
@@ -395,23 +423,32 @@ void Decoder::attend_chunk(int layer, int t, int kv_head, int chunk, float* part
   a.group = group_;
   a.q = qkv_.as<float>() + int64_t{t} * qkv_width_ + int64_t{kv_head} * group_ * dim_;
   a.slots = slots;
+  if (next.row >= 0) {
+    const int ahead = row_visible_[static_cast<size_t>(next.row)] - next.chunk * kChunk;
+    a.next = key_slots_.data() + key_start_[static_cast<size_t>(row_sequence_[static_cast<size_t>(next.row)])] +
+             next.chunk * kChunk;
+    a.num_next = ahead < kChunk ? ahead : kChunk;
+    a.next_head = next.kv_head;
+  }
   a.partial = partial;
   a.staging = staging_.as<uint8_t>() + int64_t{thread} * 4 * dim_pad_ * 16 * 4;
   kernels_.attend(a);
 }
 
-void Decoder::attend(int layer, int item, int thread) {
-  const int rows = pass_.num_rows;
+void Decoder::attend(int layer, int item, bool more, int thread) {
+  const auto [t, kv_head, chunk] = part(item);
+  const int visible = row_visible_[static_cast<size_t>(t)];
+  const Part after = more ? part(item + 1) : Part{-1, 0, 0};
   if (split_) {
-    const int chunk = item % max_chunks_, kv_head = item / max_chunks_ % kv_heads_, t = item / max_chunks_ / kv_heads_;
-    if (chunk * kChunk >= row_visible_[static_cast<size_t>(t)]) return;
-    attend_chunk(layer, t, kv_head, chunk, partial_.as<float>() + item * partial_size_, thread);
-    return;
+    if (chunk * kChunk >= visible) return;
+    return attend_chunk(layer, {t, kv_head, chunk}, after, partial_.as<float>() + item * partial_size_, thread);
   }
-  const int t = item % rows, kv_head = item / rows;
-  const int chunks = (row_visible_[static_cast<size_t>(t)] + kChunk - 1) / kChunk;
+  const int chunks = (visible + kChunk - 1) / kChunk;
   float* partial = thread_partial_[static_cast<size_t>(thread)].as<float>();
-  for (int c = 0; c < chunks; ++c) attend_chunk(layer, t, kv_head, c, partial + c * partial_size_, thread);
+  for (int c = 0; c < chunks; ++c) {
+    const Part next = c + 1 < chunks ? Part{t, kv_head, c + 1} : after;
+    attend_chunk(layer, {t, kv_head, c}, next, partial + c * partial_size_, thread);
+  }
   float* out = attention_.as<float>() + (int64_t{t} * heads_ + int64_t{kv_head} * group_) * dim_;
   kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out);
 }
@@ -501,11 +538,11 @@ void Decoder::run(int index, int begin, int end, int thread) {
     case kHeadsAttend:
       for (int i = begin; i < end; ++i) {
         heads(phase.layer, i % rows, i / rows, i / rows + 1, true);
-        attend(phase.layer, i, thread);
+        attend(phase.layer, i, i + 1 < end, thread);
       }
       return;
     case kAttend:
-      for (int i = begin; i < end; ++i) attend(phase.layer, i, thread);
+      for (int i = begin; i < end; ++i) attend(phase.layer, i, i + 1 < end, thread);
       return;
     case kMergeRows:
       for (int t = begin; t < end; ++t) {
@@ -566,6 +603,12 @@ void Decoder::run(int index, int begin, int end, int thread) {
         kernels_.prepare_row(residual(t), context_norm_, eps_, hidden_, hidden_pad, dtype_, input(t));
       }
       return;
+    case kTouch: {
+      const int64_t from = begin * kTouchBytes, to = end * kTouchBytes < cache_bytes_ ? end * kTouchBytes : cache_bytes_;
+      volatile uint8_t* cache = static_cast<uint8_t*>(cache_);
+      for (int64_t at = from; at < to; at += 4096) cache[at] = cache[at];
+      return;
+    }
     case kKeysValues: {
       const int skipped = heads_ * dim_ / kPanel;
       return project(*layer.qkv, input(0), hidden_stride_, kStore, qkv_.as<float>(), qkv_width_, rows, begin + skipped,
@@ -622,6 +665,10 @@ void dspark_decoder_set_ends(void* decoder, void* embedding, void* head) {
 
 int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots) {
   return guarded([&] { static_cast<Decoder*>(decoder)->allocate_cache(num_slots); });
+}
+
+int32_t dspark_decoder_touch_cache(void* decoder) {
+  return guarded([&] { static_cast<Decoder*>(decoder)->touch_cache(); });
 }
 
 void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to) {

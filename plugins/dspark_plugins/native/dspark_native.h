@@ -55,6 +55,8 @@ DSPARK_API void dspark_decoder_set_matrix(void* decoder, int32_t layer, int32_t 
 DSPARK_API int32_t dspark_decoder_set_norm(void* decoder, int32_t layer, int32_t which, const float* values, int32_t n);
 DSPARK_API void dspark_decoder_set_ends(void* decoder, void* embedding, void* head);
 DSPARK_API int32_t dspark_decoder_allocate_cache(void* decoder, int64_t num_slots);
+/* Have the system give the cache's memory now rather than when it is first written. */
+DSPARK_API int32_t dspark_decoder_touch_cache(void* decoder);
 /* Copy keys and values of every layer from slot from[i] to slot to[i], in order. */
 DSPARK_API void dspark_decoder_move_cache(void* decoder, int32_t num, const int32_t* from, const int32_t* to);
 

@@ -413,8 +413,7 @@ void heads(const RowHeads& r) {
     const float* v = r.qkv + static_cast<int64_t>(r.heads + c.kv_heads + h) * dim;
     if (r.k_norm) norm_row(k, r.k_norm, r.eps, dim);
     rotate(k, r.cos, r.sin, half);
-    const int64_t key = (static_cast<int64_t>(r.slot / 16) * c.kv_heads + h) * dim * 16 + r.slot % 16;
-    const int64_t value = (static_cast<int64_t>(r.slot) * c.kv_heads + h) * c.head_dim_pad;
+    const int64_t key = c.key_block(r.slot, h) + r.slot % 16, value = c.value_row(r.slot, h);
     if (c.dtype == kFloat32) {
       float* keys = reinterpret_cast<float*>(c.keys) + key;
       float* values = reinterpret_cast<float*>(c.values) + value;
@@ -472,25 +471,33 @@ template <class E>
 inline const E* key_block(const Attention& a, int first, E* staging) {
   const int32_t* slots = a.slots + first;
   const int count = a.end - first < 16 ? a.end - first : 16;
-  const int64_t block = static_cast<int64_t>(a.cache.head_dim) * 16;
   const E* keys = reinterpret_cast<const E*>(a.cache.keys);
   bool together = slots[0] % 16 == 0;
   for (int j = 1; j < count; ++j) together &= slots[j] == slots[0] + j;
-  if (together) return keys + (static_cast<int64_t>(slots[0] / 16) * a.cache.kv_heads + a.kv_head) * block;
+  if (together) return keys + a.cache.key_block(slots[0], a.kv_head);
   for (int j = 0; j < 16; ++j) {
     const int slot = slots[j < count ? j : 0];
-    const E* from = keys + (static_cast<int64_t>(slot / 16) * a.cache.kv_heads + a.kv_head) * block + slot % 16;
+    const E* from = keys + a.cache.key_block(slot, a.kv_head) + slot % 16;
     for (int d = 0; d < a.cache.head_dim; ++d) staging[d * 16 + j] = from[d * 16];
   }
   return staging;
 }
 
-// Scores of U blocks of sixteen keys for H query heads.
+// The part of the next keys that is as long as one of them: the j-th sixteenth of every block of sixteen.
+template <class E>
+inline void fetch_next_key(const Attention& a, int j) {
+  const int dim = a.cache.head_dim;
+  const E* keys = reinterpret_cast<const E*>(a.cache.keys) + a.cache.key_block(a.next[j / 16 * 16], a.next_head);
+  for (int i = 0; i < dim; i += 64 / static_cast<int>(sizeof(E))) prefetch(keys + j % 16 * dim + i);
+}
+
+// Scores of U blocks of sixteen keys for H query heads; their values are fetched meanwhile.
 template <class E, int H, int U>
 inline void scores_of(const Attention& a, int head, int first, float (*scores)[kChunk]) {
   const int dim = a.cache.head_dim;
-  const E* keys[U];
+  const E *keys[U], *values[U];
   for (int u = 0; u < U; ++u) {
+    values[u] = reinterpret_cast<const E*>(a.cache.values) + a.cache.value_row(a.slots[first + 16 * u], a.kv_head);
     keys[u] = key_block<E>(a, first + 16 * u, reinterpret_cast<E*>(a.staging) + u * a.cache.head_dim_pad * 16);
   }
   const float* q = a.q + static_cast<int64_t>(head) * dim;
@@ -507,6 +514,7 @@ inline void scores_of(const Attention& a, int head, int first, float (*scores)[k
 #pragma GCC unroll 16
     for (int u = 0; u < U; ++u) {
       const vf k = load_element<E>(keys[u] + d * 16);
+      if (d * 16 * sizeof(E) % 64 == 0) prefetch(values[u] + d * 16);
 #pragma GCC unroll 16
       for (int h = 0; h < H; ++h) acc[u][h] = vfma(k, x[h], acc[u][h]);
     }
@@ -521,6 +529,7 @@ template <class E, int H, int C>
 inline void values_of(const Attention& a, int head, int column, const float (*scores)[kChunk]) {
   const E* values = reinterpret_cast<const E*>(a.cache.values);
   const int pad = a.cache.head_dim_pad;
+  const int num_next = head == 0 && column == 0 ? a.num_next : 0;
   vf acc[H][C];
 #pragma GCC unroll 16
   for (int h = 0; h < H; ++h) {
@@ -528,7 +537,8 @@ inline void values_of(const Attention& a, int head, int column, const float (*sc
     for (int c = 0; c < C; ++c) acc[h][c] = vzero();
   }
   for (int j = a.begin; j < a.end; ++j) {
-    const E* v = values + (static_cast<int64_t>(a.slots[j]) * a.cache.kv_heads + a.kv_head) * pad + column;
+    const E* v = values + a.cache.value_row(a.slots[j], a.kv_head) + column;
+    if (j - a.begin < num_next) fetch_next_key<E>(a, j - a.begin);
     vf line[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) line[c] = load_element<E>(v + 16 * c);

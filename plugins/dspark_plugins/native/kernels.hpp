@@ -45,7 +45,8 @@ struct Gemm {
   Dtype activation_dtype;  // kFloat32 or kBfloat16
 };
 
-// Keys are stored [slot / 16][kv_head][dim][16], values [slot][kv_head][dim_pad].
+// Keys are stored [slot / 16][kv_head][dim][16], values [slot / 16][kv_head][16][dim_pad]: what one head reads of sixteen
+// slots lies together, and memory is read in long runs.
 struct CacheLayer {
   uint8_t* keys;
   uint8_t* values;
@@ -53,6 +54,14 @@ struct CacheLayer {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t head_dim_pad;  // multiple of 16
+
+  // Elements before the keys of a slot's block of sixteen, and before the slot's own values.
+  int64_t key_block(int32_t slot, int32_t head) const {
+    return (static_cast<int64_t>(slot / 16) * kv_heads + head) * head_dim * 16;
+  }
+  int64_t value_row(int32_t slot, int32_t head) const {
+    return ((static_cast<int64_t>(slot / 16) * kv_heads + head) * 16 + slot % 16) * head_dim_pad;
+  }
 };
 
 // One row, one key head, one chunk of keys.
@@ -64,6 +73,9 @@ struct Attention {
   const int32_t* slots;  // [end] slots of the chunk's keys
   int32_t begin;         // keys before it are outside the window
   int32_t end;           // 1..kChunk
+  const int32_t* next;   // [num_next] slots whose keys of head next_head are wanted next, and are fetched ahead
+  int32_t num_next;
+  int32_t next_head;
   float* partial;        // [group, 2 + head_dim_pad]: maximum, sum, weighted values
   uint8_t* staging;      // 4 * head_dim_pad * 16 floats
 };

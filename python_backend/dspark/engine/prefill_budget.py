@@ -1,16 +1,20 @@
 """How many prompt tokens a step may compute beside running answers, so that a long prompt does not freeze them.
 
-Learnt from the steps themselves: how long a step takes without prompt rows, and what each row adds. The budget lets a
-step with prompt rows take `stretch` times the usual. Pure: no clock.
+Learnt from the steps themselves: how long a step takes without prompt rows, and what each row adds. A step with prompt
+rows may take `stretch` times the usual, and in any case a time that no reader notices: prompts that trickle in keep the
+batch from filling. Pure: no clock.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["PrefillBudget"]
+__all__ = ["UNNOTICED_S", "PrefillBudget"]
 
 _SHARE: Final = 0.1  # of a new observation in the running means
+UNNOTICED_S: Final = (
+    0.02  # between two pieces of an answer: fifty a second, some ten times as fast as people read
+)
 _SMALLEST: Final = 4  # prompt tokens that every step may compute, so that a prompt always comes on
 
 
@@ -20,11 +24,13 @@ class PrefillBudget:
     Arguments:
         max_tokens: the most in any step; also what a step may compute when nothing else runs.
         stretch: how many times as long as usual a step may take.
+        unnoticed_s: seconds that a step may take however short it usually is.
     """
 
-    def __init__(self, *, max_tokens: int, stretch: float = 2.0) -> None:
+    def __init__(self, *, max_tokens: int, stretch: float = 2.0, unnoticed_s: float = UNNOTICED_S) -> None:
         self._max_tokens = max_tokens
         self._stretch = stretch
+        self._unnoticed_s = unnoticed_s
         self._alone_s: float | None = None  # seconds of a step that only decodes
         self._row_s: float | None = None  # seconds that one prompt row adds
 
@@ -34,7 +40,7 @@ class PrefillBudget:
             return self._max_tokens
         if self._alone_s is None or self._row_s is None:
             return min(self._max_tokens, 32)  # nothing is known yet
-        spare_s = (self._stretch - 1.0) * self._alone_s
+        spare_s = max(self._stretch * self._alone_s, self._unnoticed_s) - self._alone_s
         return max(min(int(spare_s / self._row_s), self._max_tokens), min(_SMALLEST, self._max_tokens))
 
     def observe(self, *, num_decoding: int, prefill_tokens: int, step_s: float) -> None:

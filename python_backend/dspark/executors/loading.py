@@ -123,6 +123,7 @@ def make_target(
             feature_layer_ids=layer_ids,
             num_threads=threads,
             pin_threads=config.pin_threads,
+            touch_cache=config.touch_cache,
         )
     from dspark.executors.dtype import auto_dtype
     from dspark.executors.torch_target import TorchTarget

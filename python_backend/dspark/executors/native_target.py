@@ -61,6 +61,7 @@ class NativeTarget:
         feature_layer_ids: Sequence[int] = (),
         num_threads: int | None = None,
         pin_threads: bool = False,
+        touch_cache: bool = False,
         max_rows: int = 16384,
     ) -> None:
         """Pack the weights, one tensor at a time; the source is not kept.
@@ -70,6 +71,7 @@ class NativeTarget:
             feature_layer_ids: layers whose outputs every pass returns; -1 = the embedding output.
             num_threads: None takes DSPARK_NUM_THREADS or the processors this process may use.
             pin_threads: bind worker threads to processors.
+            touch_cache: have `allocate_cache` take the cache's memory from the system, not the passes that first use it.
             max_rows: the most rows of one pass.
 
         Raises:
@@ -87,6 +89,7 @@ class NativeTarget:
         if not 1 <= threads <= 256:
             raise ConfigError(f"num_threads is {threads}, allowed is 1 to 256")
         self.max_rows = max_rows
+        self._touch_cache = touch_cache
         self._taps = np.array(self.feature_layer_ids, np.int32)
         self._page_size = self._num_pages = 0
         self._rope = RopeTable(*inverse_frequencies(config.decoder.rope, config.decoder.head_dim))
@@ -142,6 +145,8 @@ class NativeTarget:
         self._num_pages = 0  # the old cache is gone whether or not there is memory for the new one
         try:
             self._decoder.allocate_cache(num_pages * page_size)
+            if self._touch_cache:
+                self._decoder.touch_cache()
         except NativeError as error:
             need = num_pages * self.cache_page_bytes(page_size)
             raise CapacityError(

@@ -37,6 +37,7 @@ _SETTINGS: Final = (
     "cache_bytes",
     "num_threads",
     "pin_threads",
+    "touch_cache",
     "max_queue_size",
     "max_request_ms",
 )
@@ -97,6 +98,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--pin-threads",
         action=argparse.BooleanOptionalAction,
         help="bind native worker threads to processors, where nothing else runs",
+    )
+    model.add_argument(
+        "--touch-cache",
+        action=argparse.BooleanOptionalAction,
+        help="take the cache's memory from the system at the start, not as it fills",
     )
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
