@@ -71,7 +71,7 @@ class NativeTarget:
             feature_layer_ids: layers whose outputs every pass returns; -1 = the embedding output.
             num_threads: None takes DSPARK_NUM_THREADS or the processors this process may use.
             pin_threads: bind worker threads to processors.
-            touch_cache: have `allocate_cache` take the cache's memory from the system, not the passes that first use it.
+            touch_cache: `allocate_cache` takes the cache's memory from the system, not the passes that first use it.
             max_rows: the most rows of one pass.
 
         Raises:
