@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from dspark.drafters.checkpoint import DrafterCheckpoint, load_drafter_checkpoint, save_drafter_checkpoint
 from dspark.errors import ConfigError
-from dspark.models.config import DrafterConfig, TargetConfig
+from dspark.models.config import DrafterConfig, TargetConfig, WeightSource
 from dspark.models.loading import TargetCheckpoint
 from torch import Tensor
 
@@ -45,7 +45,8 @@ def initialise(model: DrafterModel, checkpoint: TargetCheckpoint, *, init: str, 
         init: `random`; `layers:A,B,...` (one target layer for each drafter layer); or a drafter folder of
             the same shape. Its block size and its draft vocabulary may differ: tokens that it could not draft
             start from its row for other tokens (W1) and from no bias (W2). A model without a sequential head
-            leaves that of the folder away.
+            leaves that of the folder away. A deeper one drafts as the folder does at first: its further layers
+            are copies of the last that add nothing yet.
 
     Raises:
         ConfigError: layers that are too few, too many or out of range; a drafter of another shape.
@@ -171,6 +172,10 @@ def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> No
         block_size=own.block_size,
         draft_vocab_size=own.draft_vocab_size,
     )
+    num_layers = found.config.decoder.num_layers
+    if own.decoder.num_layers > num_layers:
+        deeper = replace(found.config.decoder, num_layers=own.decoder.num_layers)
+        comparable = replace(comparable, decoder=deeper)
     if not own.markov_rank:
         comparable = replace(
             comparable,
@@ -181,7 +186,7 @@ def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> No
     if comparable != replace(model.config, sliding_windows=()):
         raise ConfigError(f"--init: {folder} is {_shape(found.config)}, this run is {_shape(model.config)}")
     for name, parameter in model.named_parameters():
-        value = torch.from_numpy(found.weights.float32(name))
+        value = _of_layer(found.weights, name, num_layers)
         if name.startswith("markov_head.markov_w"):
             value = _rows_of_vocab(value, found, model, is_bias=name.startswith("markov_head.markov_w2"))
         if name == "confidence_head.proj.weight" and not own.markov_rank:
@@ -191,6 +196,15 @@ def _copy_drafter(model: DrafterModel, folder: Path, target: TargetConfig) -> No
                 f"--init: {folder} has {name} {list(value.shape)}, this run {list(parameter.shape)}"
             )
         parameter.copy_(value)
+
+
+def _of_layer(weights: WeightSource, name: str, num_layers: int) -> Tensor:
+    """Return a tensor of a drafter of `num_layers` layers; behind those a layer is the last one that adds nothing."""
+    part = name.split(".")
+    if part[0] != "layers" or int(part[1]) < num_layers:
+        return torch.from_numpy(weights.float32(name))
+    value = torch.from_numpy(weights.float32(".".join(["layers", str(num_layers - 1), *part[2:]])))
+    return torch.zeros_like(value) if part[-2] in ("o_proj", "down_proj") else value
 
 
 def _rows_of_vocab(value: Tensor, found: DrafterCheckpoint, model: DrafterModel, *, is_bias: bool) -> Tensor:

@@ -291,6 +291,24 @@ def test_another_block_size_takes_over_all_weights_and_another_rank_none(home, t
         trainer_of(home, tmp_path / "wider", *more, "--rank", "6")
 
 
+def test_a_deeper_drafter_starts_with_the_drafts_of_the_one_it_grew_from(home, tmp_path):
+    first = trainer_of(home, tmp_path / "first", "--ema", "0", "--layers", "1")
+    first.step(first.new_acceptance())
+    first.save()
+    drafter = str(tmp_path / "first" / "drafter")
+    more = ("--init", drafter, "--vocab-from", drafter, "--ema", "0")
+    same, deeper = (trainer_of(home, tmp_path / n, *more, "--layers", n) for n in ("1", "3"))
+    name = "layers.2.self_attn.q_proj.weight"
+    torch.testing.assert_close(deeper.parameters[name], same.parameters[name.replace("2", "0")])
+    assert deeper.held_out().survival == pytest.approx(same.held_out().survival, rel=1e-5)
+    deeper.step(deeper.new_acceptance())
+    deeper.step(deeper.new_acceptance())
+    assert deeper.parameters[name.replace("q_proj", "o_proj")].abs().max() > 0
+    deeper.save()
+    with pytest.raises(ConfigError, match="3 layers.* 1 layers"):
+        trainer_of(home, tmp_path / "back", "--init", str(tmp_path / "3" / "drafter"), "--layers", "1")
+
+
 def test_a_drafter_goes_on_without_its_sequential_head(home, tmp_path):
     first = trainer_of(home, tmp_path / "first", "--ema", "0")
     first.step(first.new_acceptance())
