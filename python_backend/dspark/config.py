@@ -31,6 +31,7 @@ EXECUTOR_DTYPES = {  # of those that read checkpoints
 }
 ENGINE_EXECUTORS = ("tensorrt", "onnxruntime")  # those that run what `engine` holds
 EXECUTORS = ("auto", "native", "torch", *ENGINE_EXECUTORS, "tensorrt_llm")
+LEAST_RECORD_BYTES = 16 << 20
 NUM_DRAFT_TOKENS = 5  # of a drafter that drafts token by token
 RULES: tuple[SampledRule, ...] = ("auto", "block", "rejection", "coupled")
 
@@ -67,6 +68,9 @@ class ServeConfig:
         the drafter's folder, where there is one), or `none`.
     learned_calibration: what was learnt while serving, read at the start and written at the end: a file, `auto`
         (in the state folder, one for each drafter), or `none` (learn anew every time).
+    record: folder where served answers are kept to retrain the drafter (`dspark-build retrain`), or `none`. They are
+        the token ids of prompts and answers: what users wrote and what they were told.
+    record_bytes: most that all files of that folder take; the oldest go first.
     rule: how sampled drafts are judged: `block` (block verification), `rejection` (token by token), `coupled`, or
         `auto` (coupled for requests that name a seed, block for the others).
     max_context_len: 0 = the model's own.
@@ -95,6 +99,8 @@ class ServeConfig:
     capacity: str = "auto"
     calibration: str = "auto"
     learned_calibration: str = "none"
+    record: str = "none"
+    record_bytes: int = 1 << 30
     max_batch_size: int = 64
     max_context_len: int = 0
     max_step_tokens: int = 256
@@ -196,6 +202,13 @@ def _cache_bytes(value: object) -> int:
     return number
 
 
+def _record_bytes(value: object) -> int:
+    number = parse_bytes(value)
+    if number < LEAST_RECORD_BYTES:
+        raise ValueError(f"at least {LEAST_RECORD_BYTES} bytes (16MiB)")
+    return number
+
+
 _PARSERS: dict[str, Callable[[object], object]] = {
     "target": _text,
     "drafter": _text,
@@ -212,6 +225,8 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "capacity": _text,
     "calibration": _text,
     "learned_calibration": _text,
+    "record": _text,
+    "record_bytes": _record_bytes,
     "max_batch_size": _whole(1, 4096),
     "max_context_len": _whole(0, 1 << 24),
     "max_step_tokens": _whole(1, 1 << 20),

@@ -71,7 +71,7 @@ def _start_findings(repository: Path) -> Iterator[Finding]:
     from dspark.serving.process import ServerOptions, ServerProcess
 
     options = ServerOptions(model_repository=repository, grpc_port=0, http_port=0, metrics_port=0)
-    server = ServerProcess(options=options)
+    server = ServerProcess(options=options, settings={"record": "none"})  # its question is nobody's traffic
     started_s = time.monotonic()
     try:
         server.start()

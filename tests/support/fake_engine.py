@@ -104,7 +104,7 @@ def fake_runtime(engine: FakeEngine) -> SimpleNamespace:
         engine=engine,
         scheduler=None,
         tokenizer=ByteCodec(),
-        target_config=SimpleNamespace(vocab_size=256),
+        target_config=SimpleNamespace(vocab_size=256, model_hash="ab12"),
         limits=SimpleNamespace(max_context_len=64, num_pages=4, page_size=16),
     )
 

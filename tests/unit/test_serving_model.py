@@ -89,6 +89,33 @@ def test_settings_come_from_model_yaml_then_config_pbtxt(model):
     assert model.given["config"].max_batch_size == 5
 
 
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_answers_are_kept_where_the_settings_say_so_and_nowhere_else(
+    triton_model, engine, monkeypatch, tmp_path, asked_for
+):
+    monkeypatch.setattr(triton_model, "load_runtime", lambda _config, **_options: fake_runtime(engine))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.yaml").write_text(f"target: hub/x\nrecord: {'kept' if asked_for else 'none'}\n")
+    model = triton_model.TritonPythonModel()
+    model.initialize(arguments(tmp_path))
+    asked = request(parameters={"temperature": 0.5, "stream": True})
+    altered = request(parameters={"frequency_penalty": 1.0})
+    model.execute([asked, altered])
+    for index in range(2):
+        engine.answer(["a", "b", "c"], index=index)
+    until(lambda: finals(asked) and finals(altered))
+    model.finalize()
+    sent = [token for answer, _ in asked.sent for token in answer.outputs["output_ids"].ravel().tolist()]
+    kept = [path.read_text().splitlines() for path in tmp_path.glob("*/traffic-*")]
+    if asked_for:
+        ((head, line),) = kept
+        assert json.loads(head) == {"format_version": 1, "target_hash": "ab12"}
+        assert json.loads(line) == {"prompt_ids": list(b"hi"), "output_ids": sent, "temperature": 0.5}
+    else:
+        assert kept == [] and {path.name for path in tmp_path.iterdir()} == {"1"}
+
+
 @pytest.mark.usefixtures("model")
 def test_what_was_loaded_is_out_of_the_collectors_sight():
     assert gc.get_freeze_count() > 10_000

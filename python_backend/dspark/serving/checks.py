@@ -61,6 +61,10 @@ def _problems(config: ServeConfig, *, given: set[str], base: Path) -> Iterator[s
     learned = config.learned_calibration
     if learned not in ("auto", "none") and Path(learned).expanduser().is_dir():
         yield f"learned_calibration: got {learned!r}, which is a folder; allowed is a file, auto or none"
+    if config.record != "none" and (wrong := _wrong_record(Path(config.record))):
+        yield (
+            f"record: got {config.record!r}, {wrong}; allowed is none or a folder that this user may make and write"
+        )
     engine = Path(config.engine).expanduser()
     if config.executor in ENGINE_EXECUTORS and not (
         config.engine and any((folder / engine).is_dir() for folder in (Path(), base))
@@ -75,6 +79,17 @@ def _problems(config: ServeConfig, *, given: set[str], base: Path) -> Iterator[s
         value = getattr(config, name)
         if allowed is not None and value not in allowed:
             yield f"{name}: got {value!r}, allowed with the {config.executor} executor is {', '.join(allowed)}"
+
+
+def _wrong_record(folder: Path) -> str | None:
+    """Return why answers cannot be kept there, as far as looking can tell; None where they may be."""
+    nearest = folder
+    while not os.path.exists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    where = "which" if nearest == folder else f"whose parent {nearest}"
+    if not nearest.is_dir():
+        return f"{where} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"{where} cannot be written"
 
 
 def _wrong_target(target: str) -> str | None:

@@ -175,6 +175,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "requests that ended otherwise: invalid_arg, unavailable, internal, timeout",
         ("reason",),
     ),
+    # Setting `record`.
+    MetricSpec("dspark_recorded_answers_total", "counter", "answers kept to retrain the drafter"),
+    MetricSpec(
+        "dspark_unrecorded_answers_total",
+        "counter",
+        "answers that were to be kept and were not: too many at once, or a folder that cannot be written",
+    ),
 )
 
 METRICS_BY_NAME: Final[dict[str, MetricSpec]] = {spec.name: spec for spec in METRICS}

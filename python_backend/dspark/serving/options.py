@@ -30,6 +30,8 @@ _SETTINGS: Final = (
     "capacity",
     "calibration",
     "learned_calibration",
+    "record",
+    "record_bytes",
     "max_batch_size",
     "max_context_len",
     "max_step_tokens",
@@ -83,6 +85,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--calibration", metavar="FILE|auto|none", help="how far confidences can be believed")
     model.add_argument(
         "--learned-calibration", metavar="FILE|auto|none", help="where what serving learns of it is kept"
+    )
+    model.add_argument(
+        "--record",
+        metavar="FOLDER|none",
+        help="keep served answers here to retrain the drafter: token ids of prompts and answers, that is what users "
+        "wrote (default: none, nothing is kept)",
+    )
+    model.add_argument(
+        "--record-bytes", metavar="BYTES", help="most that all of these take; the oldest go first"
     )
     model.add_argument("--max-batch-size", type=int, metavar="R", help="sequences decoded together")
     model.add_argument("--max-context-len", type=int, metavar="N", help="tokens of prompt and answer")
@@ -221,4 +232,5 @@ def checked_settings(args: argparse.Namespace) -> dict[str, object]:
     # Absolute from here on: the server may run in another working folder.
     given.update(target=config.target, drafter=config.drafter)
     given.update({"engine": config.engine} if config.engine else {})
+    given.update({"record": config.record} if config.record != "none" else {})
     return given

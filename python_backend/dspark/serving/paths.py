@@ -27,17 +27,23 @@ def state_dir() -> Path:
 
 
 def resolve_paths(config: ServeConfig, *, base: Path) -> ServeConfig:
-    """Return `config` with target, drafter and engine made absolute where they are paths.
+    """Return `config` with target, drafter, engine and record made absolute where they are paths.
 
     A relative path is looked up in the working folder, then in `base`, the folder of model.yaml. What is
-    found in neither stays as it is (a hub name, or an error that the loader words better).
+    found in neither stays as it is (a hub name, or an error that the loader words better); the folder of `record`
+    is made in the working folder then.
     """
     return replace(
         config,
         target=_resolve(config.target, base),
         drafter=_resolve(config.drafter, base),
         engine=_resolve(config.engine, base) if config.engine else "",
+        record=_resolve_record(config.record, base),
     )
+
+
+def _resolve_record(record: str, base: Path) -> str:
+    return record if record == "none" else str(Path(_resolve(record, base)).expanduser().absolute())
 
 
 def _resolve(name: str, base: Path) -> str:

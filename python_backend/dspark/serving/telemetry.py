@@ -24,6 +24,7 @@ from dspark.request import RequestOutput
 from dspark.scheduling.interface import Calibrator, Float64, Scheduler, StepObservation
 from dspark.serving.metrics import PHASES, MetricSink
 from dspark.serving.request_log import log_end
+from dspark.serving.traffic import TrafficRecorder
 
 __all__ = ["MetricsThread", "RequestMeter", "Telemetry"]
 
@@ -56,11 +57,18 @@ class Telemetry:
     Arguments:
         sink: where metrics go; used by the flushing thread alone.
         scheduler: the scheduler, asked from the engine thread for what it has learned.
+        recorder: counts the answers it keeps; None = nothing is kept.
     """
 
-    def __init__(self, sink: MetricSink, scheduler: Scheduler | None = None) -> None:
+    def __init__(
+        self,
+        sink: MetricSink,
+        scheduler: Scheduler | None = None,
+        recorder: TrafficRecorder | None = None,
+    ) -> None:
         self._sink = sink
         self._scheduler = scheduler
+        self._recorder = recorder
         self._steps: deque[StepReport] = deque(maxlen=_MOST_PENDING)
         self._seconds: deque[tuple[str, float]] = deque(maxlen=_MOST_PENDING)  # histogram, value
         self._ended: deque[str] = deque(maxlen=_MOST_PENDING)
@@ -125,6 +133,9 @@ class Telemetry:
         self._count_up_to(
             "dspark_spec_trimmed_tokens_total", stats.num_proposed_tokens - stats.num_draft_tokens
         )
+        if self._recorder is not None:
+            self._count_up_to("dspark_recorded_answers_total", self._recorder.num_recorded)
+            self._count_up_to("dspark_unrecorded_answers_total", self._recorder.num_dropped)
 
     def _write_steps(self, steps: list[StepReport]) -> None:
         decoded = [step.observation for step in steps if step.observation is not None]

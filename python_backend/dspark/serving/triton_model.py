@@ -29,11 +29,12 @@ from dspark.serving.checks import load_checked_config
 from dspark.serving.door import HandedRequest, open_door
 from dspark.serving.guides import GuideDesk
 from dspark.serving.metric_sink import TritonMetricSink
-from dspark.serving.parse import ModelLimits, parse_request
+from dspark.serving.parse import ModelLimits, ParsedRequest, parse_request
 from dspark.serving.request_log import log_refusal
 from dspark.serving.spans import SpanExporter
 from dspark.serving.stream import Arrays, Outbox, ResponseStream, wire_error
 from dspark.serving.telemetry import MetricsThread, RequestMeter, Telemetry, failure_reason
+from dspark.serving.traffic import open_recorder, prepare_folder
 from dspark.serving.watch import RunDir, watch_parents
 
 __all__ = ["TritonPythonModel"]
@@ -84,6 +85,7 @@ class TritonPythonModel:
             overrides.update({} if run_dir is None else run_dir.overrides)
             version_dir = Path(args["model_repository"]) / args["model_version"]
             config = load_checked_config(version_dir / "model.yaml", overrides, base=version_dir)
+            prepare_folder(config.record)
             runtime = load_runtime(config, progress=_log.info, base=version_dir)
         except Exception as error:
             _log.exception("loading failed")
@@ -99,7 +101,8 @@ class TritonPythonModel:
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._sink = TritonMetricSink(pb_utils, labels)
-        self._telemetry = Telemetry(self._sink, runtime.scheduler)
+        self._recorder = open_recorder(config, target_hash=runtime.target_config.model_hash)
+        self._telemetry = Telemetry(self._sink, runtime.scheduler, self._recorder)
         runtime.engine.watch(self._telemetry.step)
         self._metrics = MetricsThread(self._telemetry, runtime.engine.stats)
         self._spans = SpanExporter.of_environment()
@@ -135,6 +138,8 @@ class TritonPythonModel:
         self._outbox.close()
         if self._guides is not None:
             self._guides.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._metrics.close()
         self._sink.close()
         if self._spans is not None:
@@ -165,7 +170,7 @@ class TritonPythonModel:
             params=parsed.params,
             emit=RequestMeter(
                 self._telemetry,
-                stream.emit,
+                self._emitter(stream, parsed),
                 arrived_s=arrived_s,
                 client_id=stream.client_id,
                 num_input_tokens=len(parsed.prompt_ids),
@@ -208,6 +213,12 @@ class TritonPythonModel:
             is_over=lambda: stream.is_cancelled() or _is_late(request),
             over=over,
         )
+
+    def _emitter(self, stream: ResponseStream, parsed: ParsedRequest) -> Callable[[RequestOutput], None]:
+        """Return what takes a request's outputs: its stream, and before it the recorder, where answers are kept."""
+        if self._recorder is None:
+            return stream.emit
+        return self._recorder.listen(stream.emit, prompt_ids=parsed.prompt_ids, params=parsed.params)
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
         """Answer a request that the engine did not take."""
