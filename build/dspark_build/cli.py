@@ -57,6 +57,12 @@ COMMANDS = (
         "--prompts clients/prompts/eval.jsonl",
     ),
     _Command(
+        "retrain",
+        "dspark_build.retrain",
+        "go on training a drafter with what was served",
+        "dspark-build retrain --target model.gguf --drafter out/run/drafter --traffic out/traffic --out out/retrained",
+    ),
+    _Command(
         "profile",
         "dspark_build.profile",
         "measure what a step costs on this machine",

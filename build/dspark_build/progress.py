@@ -17,7 +17,10 @@ def say(message: str) -> None:
 
 
 class StopSignal:
-    """True once SIGTERM or Ctrl-C came; a second Ctrl-C interrupts at once. Works in the main thread."""
+    """True once SIGTERM or Ctrl-C came; a second Ctrl-C interrupts at once. Works in the main thread.
+
+    One inside another tells the outer one, too: a command that runs others sees that one of them was stopped.
+    """
 
     def __init__(self) -> None:
         self._asked = False
@@ -41,6 +44,9 @@ class StopSignal:
         if self._asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._asked = True
+        outer = getattr(self._before.get(number), "__self__", None)
+        if isinstance(outer, StopSignal):
+            outer._asked = True
         say("stopping at the next safe point; Ctrl-C again interrupts at once")
 
 
