@@ -10,8 +10,14 @@ def repository(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def running_server(repository):
-    with server_process(repository, drain_timeout_s=5.0) as server:
+def recorded(tmp_path_factory):
+    """The folder where the shared server keeps what it answers."""
+    return tmp_path_factory.mktemp("recorded") / "made" / "by the server"
+
+
+@pytest.fixture(scope="session")
+def running_server(repository, recorded):
+    with server_process(repository, settings={"record": recorded}, drain_timeout_s=5.0) as server:
         yield server
 
 
