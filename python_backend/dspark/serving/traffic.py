@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -183,7 +183,7 @@ class TrafficRecorder:
         written = False
         if time.monotonic() >= self._resumes_s:
             try:
-                written = self._append(_line(asdict(answer)))
+                written = self._append(_answer_line(answer))
             except OSError as error:
                 self._pause(error)
         with self._wake:  # `add` counts, too
@@ -250,7 +250,8 @@ class TrafficRecorder:
             os.close(self._file)
         self._file = None
         if self._size <= len(self._header):
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def _make_room(self) -> None:
         """Remove the oldest files, until a whole new one fits, and another recorder's."""
@@ -265,6 +266,17 @@ class TrafficRecorder:
                 return
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _answer_line(answer: ServedAnswer) -> bytes:
+    """Return an answer's line; by hand, since `asdict` copies every id while the engine's thread waits for this one."""
+    return _line(
+        {
+            "prompt_ids": answer.prompt_ids,
+            "output_ids": answer.output_ids,
+            "temperature": answer.temperature,
+        }
+    )
 
 
 def _line(fields: dict[str, object]) -> bytes:
