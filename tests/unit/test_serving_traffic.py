@@ -19,6 +19,7 @@ from dspark.request import RequestOutput, SamplingParams
 from dspark.serving.checks import load_checked_config
 from dspark.serving.telemetry import Telemetry
 from dspark.serving.traffic import ServedAnswer, TrafficRecorder, open_recorder, prepare_folder
+from dspark_build.traffic import read_traffic
 
 MIB = 1 << 20
 HEAD = {"format_version": 1, "target_hash": "ab12"}
@@ -166,6 +167,20 @@ os.kill(os.getpid(), signal.SIGKILL)
     (path,) = files(tmp_path)
     lines = path.read_text().split("\n")
     assert len([json.loads(line) for line in lines[:-1]]) >= 51  # all but what may be torn
+
+
+def test_retraining_reads_what_was_recorded(recorder, tmp_path):
+    (tmp_path / "traffic-1700000000000-7.jsonl").write_text(json.dumps(HEAD) + '\n{"prompt_ids": [1, 2')
+    one = recorder(16_000)
+    for index in range(40):
+        one.add(answer(*range(30), index, temperature=0.7 * (index % 2)))
+        settle(one, index + 1)
+    one.close()
+    assert len(files(tmp_path)) > 3
+    read = read_traffic([tmp_path], target_hash="ab12", vocab_size=64)
+    assert [(found.prompt_ids, found.output_ids[-1], found.temperature) for found in read] == [
+        ((1, 2, 3), index, 0.7 * (index % 2)) for index in range(40)
+    ]
 
 
 # ---- which answers ----
