@@ -42,3 +42,14 @@ def test_drafting_options_reach_the_model_and_what_is_not_given_does_not(tmp_pat
     assert not {"draft_tree", "num_draft_tokens", "prompt_lookup"} & set(checked_settings(parsed(*place)))
     with pytest.raises(ConfigError, match="draft_tree.*65"):
         checked_settings(parsed(*place, "--draft-tree", "65"))
+
+
+def test_the_folder_of_recorded_answers_is_told_to_the_server_as_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = ("--target", "org/name", "--drafter", "none")
+    settings = checked_settings(parsed(*place, "--record", "kept", "--record-bytes", "64MiB"))
+    assert settings["record"] == str(tmp_path / "kept") and settings["record_bytes"] == "64MiB"
+    assert checked_settings(parsed(*place, "--record", "none"))["record"] == "none"
+    assert "record" not in checked_settings(parsed(*place))
