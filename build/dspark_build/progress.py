@@ -19,7 +19,8 @@ def say(message: str) -> None:
 class StopSignal:
     """True once SIGTERM or Ctrl-C came; a second Ctrl-C interrupts at once. Works in the main thread.
 
-    One inside another tells the outer one, too: a command that runs others sees that one of them was stopped.
+    One inside another tells the outer one, too: a command that runs others sees that one of them was stopped. It also
+    takes over what the outer one was asked before: what came between two commands stops the second.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,8 @@ class StopSignal:
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._ask)
+            outer = self._outer(number)
+            self._asked = self._asked or (outer is not None and outer._asked)
         return self
 
     def __exit__(
@@ -40,12 +43,15 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def _outer(self, number: int) -> StopSignal | None:
+        outer = getattr(self._before.get(number), "__self__", None)
+        return outer if isinstance(outer, StopSignal) else None
+
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if self._asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._asked = True
-        outer = getattr(self._before.get(number), "__self__", None)
-        if isinstance(outer, StopSignal):
+        if (outer := self._outer(number)) is not None:
             outer._asked = True
         say("stopping at the next safe point; Ctrl-C again interrupts at once")
 

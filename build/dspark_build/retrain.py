@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,11 +15,19 @@ from dspark.models.config import DrafterConfig, TargetConfig
 from dspark.models.loading import load_target
 
 from dspark_build.block_records import Asked, BlockRecords, decode
-from dspark_build.files import write_atomically, write_text
-from dspark_build.folder_lock import locked_folder
+from dspark_build.drafter_gain import LEAST_PROMPTS, gain_of
+from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import StopSignal, say
+from dspark_build.retrain_checks import (
+    check_data,
+    check_drafter,
+    check_options,
+    check_settings,
+    write_settings,
+)
 from dspark_build.traffic import (
     RecordedAnswer,
+    TrafficLimits,
     TrafficParts,
     read_part,
     read_traffic,
@@ -30,21 +40,24 @@ __all__ = ["add_retrain_arguments", "run_retrain"]
 MIN_ANSWERS = 100  # below, the check is of fewer than ten answers
 _ROOM = 64  # tokens that an answer must have room for, when prompts are answered anew
 _MOST_TOKENS = 256  # of an answer then
-_CHECKED = 64  # answers that old and new drafter are compared on
-_COLLECTED = "collected"  # says that the data folders are whole
+_CHECKED = 64  # prompts that old and new drafter are compared on
+_DATA = "traffic"  # folder of what was read, whole once it is there
 _RATING_MINUTES = 1.6  # of the confidence head, at most
+_FRESH = ".drafter."  # a kept drafter while it is copied
 
 
 def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder, .gguf file or hub name that was served")
-    parser.add_argument("--drafter", required=True, type=Path, help="drafter folder to go on from")
+    parser.add_argument(
+        "--drafter", required=True, type=Path, help="drafter folder to go on from, with a confidence head"
+    )
     parser.add_argument(
         "--traffic",
         required=True,
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="what servers recorded (`record`)",
+        help="what servers recorded (`dspark serve --record FOLDER`); they may go on",
     )
     parser.add_argument(
         "--data",
@@ -52,13 +65,13 @@ def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="FOLDER",
-        help="data of `dspark-build data` to mix in",
+        help="data of `dspark-build data` to mix in, with features of the drafter's layers",
     )
     parser.add_argument(
         "--out",
         required=True,
         type=Path,
-        help="work, and drafter/ where it is better; the same command resumes",
+        help="new folder: the work, and drafter/ where it is accepted further; the same command resumes",
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="of training (default %(default)g)")
     parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate (default %(default)g)")
@@ -69,6 +82,12 @@ def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="leave answers out that end behind N tokens (default %(default)s)",
     )
+    parser.add_argument(
+        "--max-bytes",
+        type=float,
+        default=6e9,
+        help="of cached features; the newest answers are taken (default %(default)g)",
+    )
     parser.add_argument("--sequences", type=int, default=8, help="of a micro-batch (default %(default)s)")
     parser.add_argument(
         "--anchors", type=int, default=64, help="blocks of each sequence (default %(default)s)"
@@ -77,49 +96,61 @@ def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_retrain(args: argparse.Namespace) -> int:
-    """Train, fit the confidence head, calibrate, compare; 1 where the drafter that serves is the better one.
+    """Train, fit the confidence head, calibrate, compare; 1 where the drafter that serves stays.
 
     Raises:
-        ConfigError: too few answers, or a line that is none.
-        CheckpointError: answers or a drafter of another target.
+        ConfigError: too few answers, a line that is none, a drafter of a kind that is not trained, or an --out that was
+            made with other options.
+        CheckpointError: answers, data or a drafter of another target.
     """
+    check_options(args)
+    args.drafter, args.out = args.drafter.resolve(), args.out.resolve()
     checkpoint = load_target(args.target)
-    served = load_drafter_checkpoint(args.drafter, target=checkpoint.config).config
-    if not served.enable_confidence_head:
-        raise ConfigError(
-            f"--drafter: {args.drafter} has no confidence head, which is what serving rates drafts by"
-        )
-    with locked_folder(args.out), StopSignal() as stop:
-        check = _collect(args, checkpoint.config)
+    found = load_drafter_checkpoint(args.drafter, target=checkpoint.config)
+    check_drafter(found, checkpoint)
+    check_data(args.data, target=checkpoint.config, layer_ids=found.config.target_layer_ids)
+    with locked_folder(args.out):
+        check_settings(args, data=args.out / _DATA, target_hash=checkpoint.config.model_hash)
+        check = _collect(args, checkpoint.config, num_layers=len(found.config.target_layer_ids))
         room = checkpoint.config.max_context_len - max(len(a.prompt_ids) for a in check)
-        for command in _commands(args, served, max_tokens=min(_MOST_TOKENS, room)):
-            if stop():
-                break
-            _run(*command)
+        max_tokens = min(_MOST_TOKENS, room)
+        *steps, calibrate = _commands(args, found.config, max_tokens=max_tokens)
+        with StopSignal() as stop:
+            for command in steps:
+                if not stop():
+                    _run(*command)
         if stop():
             say("retrain: stopped; the same command goes on from here")
             return 130
-        return _compare(args, check, max_tokens=min(_MOST_TOKENS, room))
+        # What follows may be interrupted at any moment: each writes whole or not at all.
+        try:
+            _run(*calibrate)
+        except ConfigError as error:
+            say(f"{error}: left out, the server calibrates while it serves")
+        return _compare(args, check, max_tokens=max_tokens)
 
 
-def _collect(args: argparse.Namespace, config: TargetConfig) -> list[RecordedAnswer]:
+def _collect(args: argparse.Namespace, config: TargetConfig, *, num_layers: int) -> list[RecordedAnswer]:
     """Write the data folders of the traffic, unless an earlier run did; return the answers to check with."""
-    done = args.out / _COLLECTED
-    if done.exists():
+    data: Path = args.out / _DATA
+    if data.exists():
         say(f"traffic: going on with what {args.out} holds; name another --out for what was recorded since")
     else:
-        answers = read_traffic(args.traffic, target_hash=config.model_hash, vocab_size=config.vocab_size)
-        parts = _parts(answers, max_sequence=args.max_sequence, max_prompt=config.max_context_len - _ROOM)
+        parts = _parts(args, config, num_layers=num_layers)
+        fresh = data.with_name(f".{_DATA}.part")
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+        fresh.mkdir(mode=0o700)  # it holds what users of the server wrote
         for name, part in (("learn", parts.learn), ("rate", parts.rate), ("check", parts.check)):
-            shutil.rmtree(args.out / name, ignore_errors=True)  # of a run that was killed here
-            write_part(args.out / name, part, target_hash=config.model_hash, held_out=name == "check")
-        write_text(done, f"{len(answers)} answers\n")
-    return read_part(args.out / "check")
+            write_part(fresh / name, part, target_hash=config.model_hash, held_out=name == "check")
+        write_settings(args, fresh, target_hash=config.model_hash)
+        fresh.rename(data)
+    return read_part(data / "check")
 
 
 def _commands(args: argparse.Namespace, served: DrafterConfig, *, max_tokens: int) -> list[list[str]]:
     """Return the steps, each a command of `dspark-build` that can be run again by hand."""
     out: Path = args.out
+    data = out / _DATA
     common = {"target": args.target, "threads": args.threads}
     layers = ",".join(map(str, served.target_layer_ids))
     head = served.markov_head_type if served.markov_rank else "none"
@@ -138,55 +169,75 @@ def _commands(args: argparse.Namespace, served: DrafterConfig, *, max_tokens: in
     }
     learnt, rated = out / "run" / "drafter", out / "rated" / "drafter"
     learn = {
-        "data": [out / "learn", *args.data],
+        "data": [data / "learn", *args.data],
         "out": out / "run",
         "init": args.drafter,
         "vocab-from": args.drafter,
     }
     learn |= {"lr": args.lr, "max-minutes": args.minutes, "kl-weight": 0.5, "kl-until": 0.4, "ema": 0.99}
     rate = {
-        "data": out / "rate",
+        "data": data / "rate",
         "out": out / "rated",
         "init": learnt,
         "vocab-from": learnt,
         "confidence-only": True,
     }
     rate |= {"all-slots": True, "lr": 3e-3, "ema": 0.98, "max-minutes": min(_RATING_MINUTES, args.minutes)}
-    features = common | {"only": "features", "feature-layers": layers}
+    features = common | {"only": "features", "feature-layers": layers, "max-bytes": f"{args.max_bytes:.0f}"}
     return [
-        _command("data", features | {"out": out / "learn"}),
-        _command("data", features | {"out": out / "rate"}),
+        _command("data", features | {"out": data / "learn"}),
+        _command("data", features | {"out": data / "rate"}),
         _command("train", shape | learn),
         _command("train", shape | rate),
-        _command("calibrate", common | {"drafter": rated, "data": out / "check", "max-tokens": max_tokens}),
+        _command("calibrate", common | {"drafter": rated, "data": data / "check", "max-tokens": max_tokens}),
     ]
 
 
 def _command(name: str, options: Mapping[str, object]) -> list[str]:
-    """Return the words of a command: an option's value follows it, true stands for none, false for no option."""
+    """Return the words of a command: true stands for an option without value, false for no option.
+
+    A value is in the word of its option: layers may begin with -1, which by itself reads as an option.
+    """
     words = [name]
     for option, value in options.items():
-        if value is not False:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{option}", *map(str, values)]
+        if isinstance(value, list):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not False:
+            words.append(f"--{option}" if value is True else f"--{option}={value}")
     return words
 
 
-def _parts(answers: Sequence[RecordedAnswer], *, max_sequence: int, max_prompt: int) -> TrafficParts:
-    kept = [
-        a
-        for a in answers
-        if len(a.prompt_ids) <= max_prompt and len(a.prompt_ids) + len(a.output_ids) <= max_sequence
-    ]
-    parts = split_traffic(kept)
-    sizes = {"learn from": len(parts.learn), "rate": len(parts.rate), "check": len(parts.check)}
-    say(
-        f"traffic: {len(kept)} of {len(answers)} answers end within {max_sequence} tokens: "
-        + ", ".join(f"{size} to {name}" for name, size in sizes.items())
+def _parts(args: argparse.Namespace, config: TargetConfig, *, num_layers: int) -> TrafficParts:
+    """Read the traffic and deal it out. Raises ConfigError where a part has too little to be of use."""
+    answers = read_traffic(
+        args.traffic,
+        target_hash=config.model_hash,
+        vocab_size=config.vocab_size,
+        limits=TrafficLimits(
+            max_sequence=min(args.max_sequence, config.max_context_len),
+            max_prompt=config.max_context_len - _ROOM,
+            max_tokens=int(args.max_bytes / ((num_layers + 1) * config.decoder.hidden_size * 2)),
+        ),
+        tell=say,
     )
-    if len(kept) < MIN_ANSWERS or not all(sizes.values()):
+    parts = split_traffic(answers)
+    named = {"learn from": parts.learn, "rate": parts.rate, "check": parts.check}
+    prompts = {name: len({a.prompt_ids for a in part}) for name, part in named.items()}
+    say(
+        f"traffic: {len(answers)} answers to {sum(prompts.values())} prompts: "
+        + ", ".join(f"{len(part)} to {name}" for name, part in named.items())
+    )
+    if len(answers) < MIN_ANSWERS:
         raise ConfigError(
-            f"--traffic: {len(kept)} answers of use, needed are {MIN_ANSWERS}: let the server record more"
+            f"--traffic: {len(answers)} answers of use, needed are {MIN_ANSWERS}: let the server record more, or see "
+            "--max-sequence and --max-bytes"
+        )
+    if min(prompts.values()) < LEAST_PROMPTS:
+        dealt = ", ".join(f"{count} to {name}" for name, count in prompts.items())
+        raise ConfigError(
+            f"--traffic: {len(answers)} answers, but to {sum(prompts.values())} different prompts only; answers to one "
+            f"prompt stay together, and each part needs {LEAST_PROMPTS} prompts, got {dealt}: let the server record "
+            "more of other prompts"
         )
     return parts
 
@@ -208,33 +259,42 @@ def _run(*arguments: str) -> None:
 
 
 def _compare(args: argparse.Namespace, answers: Sequence[RecordedAnswer], *, max_tokens: int) -> int:
-    """Decode the checked prompts with either drafter; keep the new one where it is accepted further."""
+    """Decode the checked prompts with either drafter; keep the new one where it is surely accepted further."""
     new: Path = args.out / "rated" / "drafter"
-    found = {
-        name: _decode(args, answers, folder, max_tokens=max_tokens)
-        for name, folder in (("served", args.drafter), ("new", new))
-    }
-    for name, records in found.items():
+    served, trained = (
+        _decode(args, answers, folder, max_tokens=max_tokens) for folder in (args.drafter, new)
+    )
+    for name, records in (("served", served), ("new", trained)):
         rates = " ".join(f"{rate:.2f}" for rate in records.conditional())
         print(f"{name:7} accepted length {records.accepted_len:.3f}, acceptance by position {rates}")
-    gain = found["new"].accepted_len / found["served"].accepted_len - 1.0
-    if gain <= 0.0:
-        print(f"the drafter that serves stays: the new one, {new}, is accepted {-gain:.1%} less far")
-        return 1
-    kept: Path = args.out / "drafter"
-    _copy(new, kept)
+    gain = gain_of(served, trained)
+    print(f"gain    {gain}")
+    if gain.is_sure:
+        kept: Path = args.out / "drafter"
+        _keep(new, kept)
+        print(f"{kept} is accepted further; name it as `drafter` in model.yaml and load the model again")
+        return 0
+    why = "is accepted less far" if gain.is_loss else "is not accepted further by more than chance"
     print(
-        f"{kept} is accepted {gain:.1%} further; name it as `drafter` in model.yaml and load the model again"
+        f"the drafter that serves stays: the new one, {new}, {why}; more recorded answers or more --minutes, "
+        "with a new --out, may change that"
     )
-    return 0
+    return 1
+
+
+def _checked(answers: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
+    """Return one answer of each prompt, evenly over the time of recording where there are too many."""
+    single = list({a.prompt_ids: a for a in answers}.values())
+    count = min(_CHECKED, len(single))
+    return [single[i * len(single) // count] for i in range(count)]
 
 
 def _decode(
     args: argparse.Namespace, answers: Sequence[RecordedAnswer], drafter: Path, *, max_tokens: int
 ) -> BlockRecords:
     asked = [
-        Asked(prompt_ids=a.prompt_ids, source="traffic", temperature=a.temperature, seed=i)
-        for i, a in enumerate(answers[:_CHECKED])
+        Asked(prompt_ids=a.prompt_ids, source=str(i), temperature=a.temperature, seed=i)
+        for i, a in enumerate(_checked(answers))
     ]
     run = decode(
         asked,
@@ -248,7 +308,15 @@ def _decode(
     return run.records
 
 
-def _copy(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        with path.open("rb") as read:
-            write_atomically(target / path.name, lambda file, read=read: shutil.copyfileobj(read, file))  # type: ignore[misc]
+def _keep(source: Path, target: Path) -> None:
+    """Copy a drafter's folder; there it is whole or not at all, also when this is killed."""
+    remove_abandoned(target.parent, f"{_FRESH}*")
+    fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target.parent))
+    try:
+        shutil.copytree(source, fresh, dirs_exist_ok=True)
+        fresh.chmod(0o755)
+        if target.exists():  # of an earlier end of the same command
+            os.rename(target, Path(tempfile.mkdtemp(prefix=_FRESH, dir=target.parent)))
+        os.rename(fresh, target)
+    finally:
+        remove_abandoned(target.parent, f"{_FRESH}*")

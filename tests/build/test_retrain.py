@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import stat
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,17 @@ from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.loading import load_target
 from dspark_build import retrain
+from dspark_build.block_records import BlockRecords
 from dspark_build.cli import main
 from dspark_build.progress import StopSignal
-from dspark_build.traffic import RecordedAnswer, read_part, read_traffic, split_traffic, write_part
+from dspark_build.traffic import (
+    RecordedAnswer,
+    TrafficLimits,
+    read_part,
+    read_traffic,
+    split_traffic,
+    write_part,
+)
 from support.tiny_models import write_tiny_target
 
 VOCAB = 300
@@ -81,8 +92,10 @@ def record(
     (folder / f"traffic-{name}.jsonl").write_text("\n".join(lines) + "\n" + tail, encoding="utf-8")
 
 
-def read(*folders: Path) -> list[RecordedAnswer]:
-    return read_traffic(folders, target_hash="h", vocab_size=VOCAB)
+def read(*folders: Path, told: list[str] | None = None, **limits: int) -> list[RecordedAnswer]:
+    wanted = {"max_sequence": 100, "max_prompt": 100, "max_tokens": 10**9} | limits
+    tell = [].append if told is None else told.append
+    return read_traffic(folders, target_hash="h", vocab_size=VOCAB, limits=TrafficLimits(**wanted), tell=tell)
 
 
 ONE = {"prompt_ids": [5, 6], "output_ids": [7, 8], "temperature": 0.5}
@@ -93,8 +106,8 @@ def test_answers_are_read_once_each_and_a_torn_last_line_is_passed_over(tmp_path
     record(tmp_path, [ONE, ONE | {"output_ids": [9, 2]}], target_hash="h", name="2-1")
     (tmp_path / "traffic-3-1.jsonl").write_text("")  # begun, and killed
     assert [(a.output_ids, a.temperature) for a in read(tmp_path)] == [
-        ((7, 8), 0.5),
         ((7, 8), 0.0),
+        ((7, 8), 0.5),
         ((9, 2), 0.5),
     ]
 
@@ -107,6 +120,10 @@ def test_answers_are_read_once_each_and_a_torn_last_line_is_passed_over(tmp_path
         (ONE | {"output_ids": [True]}, ["line 2", "True"]),
         (ONE | {"temperature": -1.0}, ["line 2", "-1.0", "temperature"]),
         (ONE | {"temperature": float("nan")}, ["line 2", "nan", "temperature"]),
+        (ONE | {"temperature": float("inf")}, ["line 2", "inf", "temperature"]),
+        (ONE | {"temperature": 10**400}, ["line 2", "temperature", "remove the line"]),
+        (ONE | {"temperature": True}, ["line 2", "temperature"]),
+        (None, ["line 2", "{}"]),
         ([1], ["line 2", "[1]"]),
     ],
 )
@@ -126,9 +143,85 @@ def test_no_files_another_target_and_another_format_are_refused(tmp_path):
     (tmp_path / "traffic-1-1.jsonl").write_text('{"format_version": 2}\n')
     with pytest.raises(ConfigError, match="format_version"):
         read(tmp_path)
-    (tmp_path / "traffic-1-1.jsonl").write_text('{"format_version": 1, "target_hash": "h"}\nno\n{}\n')
-    with pytest.raises(ConfigError, match="line 2: not JSON"):
+    (tmp_path / "traffic-1-1.jsonl").write_text('{"format_version": 1, "tar\n' + json.dumps(ONE) + "\n")
+    with pytest.raises(ConfigError, match="line 1.* move the file"):
         read(tmp_path)
+    with pytest.raises(ConfigError, match="allowed is a folder"):
+        read(tmp_path / "traffic-1-1.jsonl")
+
+
+def test_torn_lines_and_files_of_another_target_are_passed_over_and_told(tmp_path):
+    head = json.dumps({"format_version": 1, "target_hash": "h"})
+    torn = [head, '{"prompt_ids": [1,', json.dumps(ONE), "\0\0\0", json.dumps(ONE | {"output_ids": [9, 9]})]
+    (tmp_path / "traffic-2-1.jsonl").write_text("\n".join(torn))
+    with (tmp_path / "traffic-2-1.jsonl").open("ab") as file:
+        file.write(b"\n\xff\xfe\n" + b"[" * 100_000)
+    record(tmp_path, [ONE], target_hash="other", name="3-1")
+    record(tmp_path, [ONE], target_hash="other", name="4-1")
+    (tmp_path / "traffic-5-1.jsonl").mkdir()
+    told: list[str] = []
+    assert [a.output_ids for a in read(tmp_path, told=told)] == [(7, 8), (9, 9)]
+    assert any(
+        "traffic-2-1.jsonl: passed over 4 torn lines" in line and "first is 2" in line for line in told
+    )
+    assert any("2 files are passed over" in line and "target other" in line for line in told)
+
+
+def test_the_newest_answers_are_taken_and_older_files_not_read(tmp_path):
+    for name in ("9-1", "10-1", "11-1"):  # by time, not by letters
+        record(
+            tmp_path,
+            [ONE | {"output_ids": [int(name[:-2]), i]} for i in range(10)],
+            target_hash="h",
+            name=name,
+        )
+    (tmp_path / "traffic-9-1.jsonl").write_text("not even looked at\n\n")
+    told: list[str] = []
+    taken = read(tmp_path, told=told, max_tokens=4 * 15 + 3)
+    assert [a.output_ids for a in taken] == [(10, i) for i in range(5, 10)] + [(11, i) for i in range(10)]
+    assert any("1 older files are not read" in line for line in told)
+
+
+def test_answers_that_no_training_can_use_are_counted(tmp_path):
+    record(
+        tmp_path,
+        [ONE, ONE | {"output_ids": [7]}, ONE | {"output_ids": [7] * 9}, ONE | {"prompt_ids": [5] * 7}],
+        target_hash="h",
+    )
+    told: list[str] = []
+    assert len(read(tmp_path, told=told, max_sequence=10, max_prompt=6)) == 1
+    assert any("3 of 4 answers are left out" in line for line in told)
+
+
+def test_a_file_that_the_server_removed_or_goes_on_with_meanwhile_is_no_fault(tmp_path, monkeypatch):
+    record(tmp_path, [ONE], target_hash="h")
+    record(tmp_path, [ONE | {"output_ids": [9, 2]}], target_hash="h", name="2-1")
+    glob = Path.glob
+
+    def removed(folder: Path, pattern: str):
+        found = list(glob(folder, pattern))
+        (tmp_path / "traffic-1-1.jsonl").rename(tmp_path / "gone")
+        return found
+
+    monkeypatch.setattr(Path, "glob", removed)
+    monkeypatch.setattr(Path, "is_file", lambda _path: True)
+    assert [a.output_ids for a in read(tmp_path)] == [(9, 2)]
+
+
+def test_reading_takes_no_more_memory_than_what_is_taken(tmp_path):
+    line = json.dumps(ONE | {"output_ids": [299] * 2000}) + "\n"
+    with (tmp_path / "traffic-1-1.jsonl").open("w") as file:
+        file.write(json.dumps({"format_version": 1, "target_hash": "h"}) + "\n")
+        file.writelines(
+            line.replace("5", str(10 + i % 280), 1) for i in range(300)
+        )  # 3 MB, seven times that as numbers
+    tracemalloc.start()
+    try:
+        taken = read(tmp_path, max_sequence=5000, max_tokens=20_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(taken) == 9 and peak < 2 << 20
 
 
 def test_a_prompt_goes_one_way_in_every_run_and_nine_of_ten_are_not_checked():
@@ -163,7 +256,7 @@ def test_a_drafter_goes_on_from_traffic_and_is_kept_only_where_it_is_accepted_fu
 ):
     status = main(command(home, tmp_path / "out"))
     printed = capsys.readouterr()
-    assert "120 of 120 answers" in printed.err and "served  accepted length" in printed.out
+    assert "120 answers to 120 prompts" in printed.err and "served  accepted length" in printed.out
     new = load_drafter_checkpoint(tmp_path / "out/rated/drafter", target=load_target(home / "target").config)
     old = load_drafter_checkpoint(home / "run/drafter", target=load_target(home / "target").config)
     assert new.config == old.config
@@ -171,24 +264,37 @@ def test_a_drafter_goes_on_from_traffic_and_is_kept_only_where_it_is_accepted_fu
     assert np.abs(new.weights.float32(moved) - old.weights.float32(moved)).max() > 0
     assert (tmp_path / "out/rated/drafter/calibration.json").exists()
     assert (status == 0) == (tmp_path / "out/drafter/model.safetensors").exists()
-    # Both outcomes, whatever this one was: the same folders, compared with lengths that are known.
+    capsys.readouterr()
+    # Every outcome, whatever this one was: the same folders, compared with blocks that are known.
     monkeypatch.setattr(retrain, "_run", lambda *_: None)
-    for gain, kept in ((0.5, True), (-0.5, False)):
-        lengths = iter((2.0, 2.0 + gain))
-        monkeypatch.setattr(retrain, "_decode", lambda *_, **__: Decoded(next(lengths)))  # noqa: B023
-        for path in (tmp_path / "out/drafter").glob("*"):
-            path.unlink()
-        assert main(command(home, tmp_path / "out")) == (0 if kept else 1)
-        assert (tmp_path / "out/drafter/model.safetensors").exists() is kept
-    assert "stays" in capsys.readouterr().out
+    kept = tmp_path / "out/drafter"
+    for accepted, exit_status, words in (
+        (3, 0, "accepted further"),
+        (0, 1, "accepted less far"),
+        (1, 1, "more than chance"),
+        (None, 1, "more than chance"),
+    ):
+        lengths = iter((1, accepted))
+        monkeypatch.setattr(retrain, "_decode", lambda *_, **__: blocks(next(lengths)))  # noqa: B023
+        if kept.exists():
+            shutil.rmtree(kept)
+        assert main(command(home, tmp_path / "out")) == exit_status
+        assert (kept / "model.safetensors").exists() is (exit_status == 0) is kept.exists()
+        assert words in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rated", "run", "traffic"]
+    assert stat.S_IMODE((tmp_path / "out/traffic").stat().st_mode) == 0o700
 
 
-class Decoded:
-    def __init__(self, accepted_len: float) -> None:
-        self.accepted_len = accepted_len
-
-    def conditional(self) -> list[float]:
-        return [0.5]
+def blocks(accepted: int | None) -> BlockRecords:
+    """Return what ten prompts gave, none with None."""
+    num = 0 if accepted is None else 40
+    return BlockRecords(
+        accepted=np.full(num, accepted or 0),
+        verify_len=np.full(num, 3),
+        confidence_logits=None,
+        source=np.array([str(i % 10) for i in range(num)], np.str_),
+        block_size=3,
+    )
 
 
 def test_a_stop_ends_between_steps_and_the_same_command_goes_on(home, tmp_path, capsys, monkeypatch):
@@ -213,4 +319,4 @@ def test_a_stop_ends_between_steps_and_the_same_command_goes_on(home, tmp_path, 
 def test_too_few_answers_are_told_and_answers_that_are_too_long_are_left_out(home, tmp_path, capsys):
     assert main(command(home, tmp_path / "out", "--max-sequence", "20")) == 2
     assert "answers of use, needed are 100" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "collected").exists()
+    assert not (tmp_path / "out").exists()
