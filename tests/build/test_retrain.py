@@ -14,6 +14,7 @@ from dspark.drafters.checkpoint import load_drafter_checkpoint
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.loading import load_target
 from dspark_build import retrain
+from dspark_build.bench_retrain import letters
 from dspark_build.block_records import BlockRecords
 from dspark_build.cli import main
 from dspark_build.progress import StopSignal
@@ -320,3 +321,8 @@ def test_too_few_answers_are_told_and_answers_that_are_too_long_are_left_out(hom
     assert main(command(home, tmp_path / "out", "--max-sequence", "20")) == 2
     assert "answers of use, needed are 100" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_letters_of_the_benchmark_are_the_same_in_every_run_and_differ():
+    assert letters(50, seed=5) == letters(50, seed=5)
+    assert len(set(letters(200, seed=5))) == 200
