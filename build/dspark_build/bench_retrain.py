@@ -28,11 +28,11 @@ __all__ = ["letters", "main"]
 
 DEFAULT_TARGET = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_DRAFTER = Path("model_repository/dspark/1/drafter")
-_THINGS = """toaster, kettle, desk lamp, winter coat, bicycle pump, coffee grinder, phone case, garden hose, backpack,
-office chair, headphones, alarm clock, rice cooker, tent, yoga mat, printer"""
+_THINGS = """toaster, kettle, desk lamp, winter coat, bicycle pump, coffee grinder, phone case, garden hose,
+backpack, office chair, headphones, alarm clock, rice cooker, tent, yoga mat, printer"""
 _FAULTS = """arrived broken, came two weeks late, is the wrong colour, makes a strange noise, stopped working after
-three days, was delivered to a neighbour, has a part missing, smells of plastic, is smaller than in the picture, was charged
-twice"""
+three days, was delivered to a neighbour, has a part missing, smells of plastic, is smaller than in the picture,
+was charged twice"""
 _WISHES = "a refund, a replacement, a discount, an apology, the missing part, to send it back"
 
 
