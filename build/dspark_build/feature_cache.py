@@ -199,10 +199,11 @@ def _shard_rows(
 
 
 def _groups(shard: AnswerShard) -> Iterator[list[int]]:
+    """Yield sequences of one pass each: at most `PASS_ROWS` slots in whole pages, or a single longer one."""
     group: list[int] = []
     rows = 0
     for index in range(len(shard)):
-        length = len(shard.sequence(index)) - 1
+        length = -(-(len(shard.sequence(index)) - 1) // PAGE_SIZE) * PAGE_SIZE
         if group and rows + length > PASS_ROWS:
             yield group
             group, rows = [], 0

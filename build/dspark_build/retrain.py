@@ -41,7 +41,7 @@ MIN_ANSWERS = 100  # below, the check is of fewer than ten answers
 _ROOM = 64  # tokens that an answer must have room for, when prompts are answered anew
 _MOST_TOKENS = 256  # of an answer then
 _CHECKED = 64  # prompts that old and new drafter are compared on
-_DATA = "traffic"  # folder of what was read, whole once it is there
+_DATA = "answers"  # folder of what was read, whole once it is there
 _RATING_MINUTES = 1.6  # of the confidence head, at most
 _FRESH = ".drafter."  # a kept drafter while it is copied
 

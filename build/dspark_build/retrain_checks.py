@@ -124,13 +124,13 @@ def check_settings(args: argparse.Namespace, *, data: Path, target_hash: str) ->
         ConfigError: another option, named with both values; or other things in --out.
         CheckpointError: what an earlier run wrote cannot be read.
     """
-    if not data.exists():
+    path = data / _NAME
+    if not path.exists():
         if others := sorted(
             one.name for one in args.out.iterdir() if not one.name.startswith(f".{data.name}.")
         ):
             raise ConfigError(f"--out: {args.out} holds other things ({others[0]}); name a new folder")
         return
-    path = data / _NAME
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -6,18 +6,22 @@ import json
 import shutil
 import stat
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dspark.drafters.checkpoint import load_drafter_checkpoint
+from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint, tensor_shapes
 from dspark.errors import CheckpointError, ConfigError
+from dspark.models.config import DrafterConfig, RopeConfig
 from dspark.models.loading import load_target
 from dspark_build import retrain
 from dspark_build.bench_retrain import letters
-from dspark_build.block_records import BlockRecords
+from dspark_build.block_records import BlockRecords, SpeculativeRun
 from dspark_build.cli import main
+from dspark_build.folder_lock import locked_folder
 from dspark_build.progress import StopSignal
+from dspark_build.retrain_checks import check_drafter
 from dspark_build.traffic import (
     RecordedAnswer,
     TrafficLimits,
@@ -99,6 +103,7 @@ def read(*folders: Path, told: list[str] | None = None, **limits: int) -> list[R
     return read_traffic(folders, target_hash="h", vocab_size=VOCAB, limits=TrafficLimits(**wanted), tell=tell)
 
 
+ONE_READ = {"prompt_ids": (5, 6), "output_ids": (7, 8), "temperature": 0.5}
 ONE = {"prompt_ids": [5, 6], "output_ids": [7, 8], "temperature": 0.5}
 
 
@@ -282,8 +287,8 @@ def test_a_drafter_goes_on_from_traffic_and_is_kept_only_where_it_is_accepted_fu
         assert main(command(home, tmp_path / "out")) == exit_status
         assert (kept / "model.safetensors").exists() is (exit_status == 0) is kept.exists()
         assert words in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rated", "run", "traffic"]
-    assert stat.S_IMODE((tmp_path / "out/traffic").stat().st_mode) == 0o700
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["answers", "rated", "run"]
+    assert stat.S_IMODE((tmp_path / "out/answers").stat().st_mode) == 0o700
 
 
 def blocks(accepted: int | None) -> BlockRecords:
@@ -296,6 +301,207 @@ def blocks(accepted: int | None) -> BlockRecords:
         source=np.array([str(i % 10) for i in range(num)], np.str_),
         block_size=3,
     )
+
+
+def test_short_answers_to_few_token_prompts_fill_many_pages(home, tmp_path):
+    answers = [
+        RecordedAnswer(prompt_ids=(i % 200,), output_ids=(3 + i % 7, i % 200), temperature=0.0)
+        for i in range(256)
+    ]
+    target = str(home / "target")
+    write_part(tmp_path, answers, target_hash=load_target(target).config.model_hash)
+    features = ["data", "--only", "features", "--target", target, "--out", str(tmp_path)]
+    assert main([*features, "--feature-layers=-1,0"]) == 0
+
+
+def test_checked_are_single_answers_of_prompts_from_all_the_time_of_recording():
+    answers = [RecordedAnswer(prompt_ids=(i // 3,), output_ids=(i, 1), temperature=0.0) for i in range(600)]
+    some = [a.prompt_ids[0] for a in retrain._checked(answers)]
+    assert len(set(some)) == len(some) == 64 and some == sorted(some) and some[0] < 4 and some[-1] > 190
+    assert len(retrain._checked(answers[:30])) == 10
+
+
+def test_both_drafters_are_asked_the_same(home, tmp_path, monkeypatch):
+    asked = []
+
+    def decoded(questions, *, drafter, **options):
+        asked.append((Path(drafter).parent.name, questions, options))
+        return SpeculativeRun(records=blocks(1), num_failed=0, num_tokens=1)
+
+    monkeypatch.setattr(retrain, "_run", lambda *_: None)
+    monkeypatch.setattr(retrain, "decode", decoded)
+    assert main(command(home, tmp_path / "out")) == 1
+    (one, *same), (other, *same_again) = asked
+    assert (one, other) == ("run", "rated") and same == same_again
+    assert len({question.seed for question in same[0]}) == len(same[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--minutes", "0"], ["--minutes", "got 0", "above 0"]),
+        (["--minutes", "nan"], ["--minutes", "nan"]),
+        (["--lr", "inf"], ["--lr", "inf"]),
+        (["--sequences", "0"], ["--sequences", "got 0", "1 or more"]),
+        (["--threads", "-1"], ["--threads", "-1", "0 or more"]),
+        (["--traffic", "nowhere"], ["--traffic", "nowhere", "dspark serve --record"]),
+        (["--drafter", "ngram"], ["ngram", "a drafter is a folder"]),
+        (["--data", "DATA"], ["--data", "layers [[1, 2]]", "needs [0, 2]", "--feature-layers=0,2"]),
+        (["--data", "OTHER"], ["--data", "made for target other"]),
+        (["--max-bytes", "1e4"], ["needed are 100", "--max-bytes"]),
+        (["--out", "HOME"], ["--out", "holds other things", "new folder"]),
+    ],
+)
+def test_what_no_step_could_take_is_refused_before_the_first(home, tmp_path, capsys, options, words):
+    (tmp_path / "data" / "features-1-2").mkdir(parents=True)
+    hash_of = {"data": load_target(home / "target").config.model_hash, "other": "other"}
+    answer = [RecordedAnswer(prompt_ids=(1,), output_ids=(2, 3), temperature=0.0)]
+    for name, target_hash in hash_of.items():
+        write_part(tmp_path / name, answer, target_hash=target_hash)
+    places = {"DATA": tmp_path / "data", "OTHER": tmp_path / "other", "HOME": home}
+    given = [str(places.get(word, word)) for word in options]
+    assert main(command(home, tmp_path / "out", *given)) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_to_few_prompts_are_refused_telling_why(home, tmp_path, capsys):
+    target_hash = load_target(home / "target").config.model_hash
+    record(tmp_path / "same", [ONE | {"output_ids": [7, i]} for i in range(200)], target_hash=target_hash)
+    assert main(command(home, tmp_path / "out", "--traffic", str(tmp_path / "same"))) == 2
+    assert "200 answers, but to 1 different prompts only" in capsys.readouterr().err
+
+
+def test_an_out_is_gone_on_with_under_the_same_options_only(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(retrain, "_run", lambda *_: None)
+    monkeypatch.setattr(retrain, "_compare", lambda *_, **__: 0)
+    out = tmp_path / "out"
+    assert main(command(home, out)) == 0
+    shutil.copytree(home / "run" / "drafter", tmp_path / "drafter")
+    for option, value in (
+        ("--minutes", "2"),
+        ("--drafter", str(tmp_path / "drafter")),
+        ("--traffic", str(home)),
+        ("--max-sequence", "99"),
+    ):
+        assert main(command(home, out, option, value)) == 2
+        told = capsys.readouterr().err
+        assert f"{option}: {out} was made with" in told and value in told
+    with locked_folder(out):
+        assert main(command(home, out)) == 2
+    assert "another build is at work" in capsys.readouterr().err
+    monkeypatch.chdir(home)  # the same paths, said otherwise
+    again = ["--drafter", "run/drafter", "--traffic", "traffic", "--target", "target"]
+    assert main(command(home, out, *again)) == 0
+
+
+def test_a_run_that_was_killed_while_it_read_is_begun_anew(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrain, "_run", lambda *_: None)
+    monkeypatch.setattr(retrain, "_compare", lambda *_, **__: 0)
+    write_part(
+        tmp_path / ".answers.part" / "learn", answers_of([RecordedAnswer(**ONE_READ)], 3), target_hash="h"
+    )
+    assert main(command(home, tmp_path)) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["answers"]
+    assert len(read_part(tmp_path / "answers" / "learn")) > 50
+
+
+def test_where_calibration_has_too_few_blocks_the_drafters_are_compared_all_the_same(
+    home, tmp_path, capsys, monkeypatch
+):
+    def too_few(name: str, *_: str) -> None:
+        if name == "calibrate":
+            raise ConfigError("calibrate: 3 full blocks, needed are 200")
+
+    monkeypatch.setattr(retrain, "_run", too_few)
+    monkeypatch.setattr(retrain, "_decode", lambda *_, **__: blocks(1))
+    assert main(command(home, tmp_path / "out")) == 1
+    printed = capsys.readouterr()
+    assert "the server calibrates while it serves" in printed.err and "gain" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_confidence_head": False}, ["no confidence head"]),
+        ({"sliding_windows": (16,)}, ["sliding windows [16]"]),
+        ({"rope": RopeConfig(theta=5e5)}, ["rope", "500000", "10000"]),
+        ({"num_heads": 2, "num_kv_heads": 1}, ["num_heads 2", "the target 4"]),
+        ({"own": "embed_tokens.weight"}, ["embed_tokens.weight", "not the target's"]),
+        ({"own": "lm_head.weight"}, ["lm_head.weight", "not the target's"]),
+    ],
+)
+def test_a_drafter_of_a_kind_that_is_not_trained_is_refused_naming_it(home, tmp_path, capsys, changes, words):
+    target = load_target(home / "target")
+    fields = dict(changes)
+    own = fields.pop("own", None)
+    decoder = {name: fields.pop(name) for name in ("rope", "num_heads", "num_kv_heads") if name in fields}
+    config = DrafterConfig(
+        decoder=replace(target.config.decoder, num_layers=1, **decoder),
+        vocab_size=VOCAB,
+        block_size=3,
+        target_layer_ids=(0, 2),
+        mask_token_id=0,
+        markov_rank=4,
+        **({"enable_confidence_head": True} | fields),
+    )
+    tensors = {name: np.ones(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    if own:
+        tensors[own] = np.ones((VOCAB, 32), np.float32)
+    save_drafter_checkpoint(tmp_path / "drafter", config, tensors)
+    assert main(command(home, tmp_path / "out", "--drafter", str(tmp_path / "drafter"))) == 2
+    told = capsys.readouterr().err
+    assert "--drafter" in told and all(word in told for word in words), told
+
+
+def test_a_copy_of_the_targets_tables_in_the_drafter_is_fine(home, tmp_path):
+    target = load_target(home / "target")
+    served = load_drafter_checkpoint(home / "run/drafter", target=target.config)
+    tensors = {
+        name: served.weights.float32(name) for name in served.weights.names() if name != "draft_to_target"
+    }
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = target.weights.float32(name)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][served.draft_to_target]
+    save_drafter_checkpoint(tmp_path / "copy", served.config, tensors, draft_to_target=served.draft_to_target)
+    check_drafter(load_drafter_checkpoint(tmp_path / "copy", target=target.config), target)
+
+
+def test_what_came_before_a_command_began_stops_it_too():
+    with StopSignal() as outer:
+        outer._ask(15, None)
+        with StopSignal() as inner:
+            assert inner()
+            with pytest.raises(KeyboardInterrupt):
+                inner._ask(2, None)
+    with StopSignal() as fresh:
+        assert not fresh()
+
+
+def test_a_kept_drafter_is_whole_or_not_there(tmp_path, monkeypatch):
+    for name, text in (("new", "new"), ("out/drafter", "old")):
+        (tmp_path / name).mkdir(parents=True)
+        for part in ("config.json", "model.safetensors"):
+            (tmp_path / name / part).write_text(text)
+    (tmp_path / "out" / "drafter" / "calibration.json").write_text("of the old one")
+    copied = []
+
+    def torn(source, target, **_options):
+        shutil.copy(source / "config.json", target)
+        copied.append(target)
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", torn)
+        with pytest.raises(OSError, match="killed"):
+            retrain._keep(tmp_path / "new", tmp_path / "out" / "drafter")
+    texts = {path.name: path.read_text() for path in (tmp_path / "out/drafter").iterdir()}
+    assert texts["config.json"] == texts["model.safetensors"] == "old" and copied
+    retrain._keep(tmp_path / "new", tmp_path / "out" / "drafter")
+    texts = {path.name: path.read_text() for path in (tmp_path / "out/drafter").iterdir()}
+    assert texts == {"config.json": "new", "model.safetensors": "new"}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["drafter"]
 
 
 def test_a_stop_ends_between_steps_and_the_same_command_goes_on(home, tmp_path, capsys, monkeypatch):
