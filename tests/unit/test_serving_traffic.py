@@ -19,7 +19,7 @@ from dspark.request import RequestOutput, SamplingParams
 from dspark.serving.checks import load_checked_config
 from dspark.serving.telemetry import Telemetry
 from dspark.serving.traffic import ServedAnswer, TrafficRecorder, open_recorder, prepare_folder
-from dspark_build.traffic import read_traffic
+from dspark_build.traffic import TrafficLimits, read_traffic
 
 MIB = 1 << 20
 HEAD = {"format_version": 1, "target_hash": "ab12"}
@@ -133,6 +133,51 @@ def test_files_have_16_mib_where_the_folder_may_have_much_more(recorder):
     assert recorder(1 << 30)._file_bytes == 16 * MIB and recorder(64 * MIB)._file_bytes == 8 * MIB
 
 
+def test_what_only_bears_the_name_of_a_file_of_ours_is_left_alone(recorder, tmp_path):
+    folder, link = tmp_path / "traffic-1-1.jsonl", tmp_path / "traffic-2-1.jsonl"
+    folder.mkdir()
+    (folder / "kept").write_bytes(b"x" * 100_000)
+    link.symlink_to(folder / "kept")
+    one = recorder(8_000)
+    for index in range(100):
+        one.add(answer(index, *range(50)))
+        settle(one, index + 1)
+    assert one.num_recorded == 100 and (folder / "kept").exists() and link.is_symlink()
+
+
+@pytest.mark.parametrize("meddle", ["moved", "cut", "more", "moved folder"])
+def test_a_file_that_somebody_took_is_left_to_him_and_a_new_one_begun(tmp_path, meddle):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    one = TrafficRecorder(folder, target_hash="ab12", most_bytes=MIB, retry_s=0.0)
+    one.add(answer(1, 1))
+    settle(one, 1)
+    (path,) = files(folder)
+    if meddle == "moved":
+        path.rename(tmp_path / "taken")
+    elif meddle == "moved folder":
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+    elif meddle == "cut":
+        os.truncate(path, 0)
+    else:
+        with path.open("a") as file:
+            file.write("{")
+    one.add(answer(2, 2))
+    one.close()
+    assert [line["output_ids"] for line in answers(files(folder)[-1])] == [[2, 2]]
+    assert one.num_recorded == 2 and b"\0" not in b"".join(map(Path.read_bytes, files(folder)))
+
+
+def test_an_answer_that_cannot_be_told_does_not_end_recording(recorder, tmp_path, caplog):
+    one = recorder(retry_s=0.0)
+    one.add(answer(object(), 1))
+    one.add(answer(1, 2))
+    one.close()
+    assert [line["output_ids"] for line in all_answers(tmp_path)] == [[1, 2]]
+    assert (one.num_recorded, one.num_dropped) == (1, 1) and "not JSON serializable" in caplog.text
+
+
 def test_an_answer_that_no_file_can_hold_is_dropped(recorder, tmp_path):
     one = recorder(8_000)
     one.add(answer(*range(1000)))
@@ -177,7 +222,8 @@ def test_retraining_reads_what_was_recorded(recorder, tmp_path):
         settle(one, index + 1)
     one.close()
     assert len(files(tmp_path)) > 3
-    read = read_traffic([tmp_path], target_hash="ab12", vocab_size=64)
+    limits = TrafficLimits(max_sequence=64, max_prompt=64, max_tokens=10**6)
+    read = read_traffic([tmp_path], target_hash="ab12", vocab_size=64, limits=limits, tell=print)
     assert [(found.prompt_ids, found.output_ids[-1], found.temperature) for found in read] == [
         ((1, 2, 3), index, 0.7 * (index % 2)) for index in range(40)
     ]

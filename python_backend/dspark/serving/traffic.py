@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import stat
 import tempfile
 import threading
 import time
@@ -89,7 +90,8 @@ class TrafficRecorder:
     """See the module's text.
 
     A file that cannot be written is left, with one line in the log, and a new one is tried `retry_s` later. Two
-    recorders may share a folder, as while a model is reloaded: each leaves room for the other's file.
+    recorders may share a folder, as while a model is reloaded: each leaves room for the other's file. A file that was
+    moved away or cut by somebody is left to him, and a new one is begun.
 
     Arguments:
         folder: exists and can be written, see `prepare_folder`. One that vanishes is not made again.
@@ -184,7 +186,9 @@ class TrafficRecorder:
         if time.monotonic() >= self._resumes_s:
             try:
                 written = self._append(_answer_line(answer))
-            except OSError as error:
+            except (
+                Exception
+            ) as error:  # whatever it is, the thread goes on and the next answer is tried later
                 self._pause(error)
         with self._wake:  # `add` counts, too
             self.num_recorded += written
@@ -194,10 +198,10 @@ class TrafficRecorder:
         """Write one answer's line, into a new file where it must be; return False for one that no file can hold."""
         if len(self._header) + len(line) > self._file_bytes:
             return False
-        if self._file is not None:
-            removed = os.fstat(self._file).st_nlink == 0
-            if removed or self._size + len(line) > self._file_bytes:
-                self._end_file()
+        if self._file is not None and (
+            self._size + len(line) > self._file_bytes or not self._is_ours(self._file)
+        ):
+            self._end_file()
         if self._file is None:
             self._begin_file()
         self._put(line)
@@ -206,7 +210,16 @@ class TrafficRecorder:
             _log.info("record: answers are kept again in %s", self._folder)
         return True
 
-    def _pause(self, error: OSError) -> None:
+    def _is_ours(self, file: int) -> bool:
+        """Return whether the file is where it was begun, as long as it was left: not removed, moved or cut."""
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        here = os.fstat(file)
+        return os.path.samestat(here, there) and here.st_size == self._size
+
+    def _pause(self, error: Exception) -> None:
         self._end_file()
         self._resumes_s = time.monotonic() + self._retry_s
         if not self._failing:
@@ -214,7 +227,7 @@ class TrafficRecorder:
             _log.warning(
                 "record: %s cannot be written (%s); serving goes on, answers are not kept meanwhile",
                 self._folder,
-                error.strerror,
+                (isinstance(error, OSError) and error.strerror) or repr(error),
             )
 
     def _begin_file(self) -> None:
@@ -247,11 +260,11 @@ class TrafficRecorder:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
+            if self._size <= len(self._header) and self._is_ours(self._file):
+                self._path.unlink()
+        with contextlib.suppress(OSError):
             os.close(self._file)
         self._file = None
-        if self._size <= len(self._header):
-            with contextlib.suppress(OSError):
-                self._path.unlink()
 
     def _make_room(self) -> None:
         """Remove the oldest files, until a whole new one fits, and another recorder's."""
@@ -259,7 +272,9 @@ class TrafficRecorder:
         for path in self._folder.iterdir():
             if name := _NAME.fullmatch(path.name):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append((int(name[1]), path, path.stat().st_size))
+                    status = path.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((int(name[1]), path, status.st_size))
         total = sum(size for _, _, size in found)
         for _, path, size in sorted(found):
             if total <= self._most_bytes - 2 * self._file_bytes:
