@@ -1,10 +1,13 @@
 """What a real server keeps of its traffic is what its clients were sent, and no more than may be learnt from."""
 
 import json
+import socket
 import stat
+import urllib.request
 
 import pytest
 from dspark.models.loading import load_target
+from dspark.serving.gateway_process import GatewayProcess
 from support.server import Ask, ask, command, until
 
 pytestmark = pytest.mark.server
@@ -75,6 +78,52 @@ def test_answers_are_kept_as_they_were_sent_and_altered_ones_are_not(server, rec
     target = load_target(str(repository.parent / "target"))
     head = {"format_version": 1, "target_hash": target.config.model_hash}
     assert heads == [head] * max(1, len(heads))
+
+
+def test_every_door_keeps_an_answer_once_and_each_choice_by_itself(server, recorded, tmp_path):
+    """`vllm_model`, and OpenAI's gateway with two choices; penalties are left out there, too."""
+    before = len(all_lines(recorded))
+    sampling = json.dumps({"max_tokens": "6", "temperature": "0", "ignore_eos": True})
+    told = ask(server, text_input="The quick", sampling_parameters=sampling, stream=False, model="vllm_model")
+    assert told.error is None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gateway = GatewayProcess(
+        grpc_url=server.grpc_url,
+        host="127.0.0.1",
+        port=port,
+        model_name="dspark",
+        log_file=tmp_path / "log",
+        drain_timeout_s=5.0,
+    )
+    gateway.start()
+    try:
+        given = {"prompt": "The lazy", "max_tokens": 7, "temperature": 0.5, "seed": 3, "ignore_eos": True}
+        for extra in ({"n": 2}, {"presence_penalty": 1.0}, {"n": 1, "stream": True}):
+            body = json.dumps({"model": "dspark", **given, **extra}).encode()
+            asked = urllib.request.Request(
+                f"{gateway.url}/completions", data=body, headers={"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(asked, timeout=60) as reply:
+                assert reply.status == 200 and reply.read()
+    finally:
+        gateway.stop()
+    ask(server, input_ids=prompt(50), temperature=0.0, **OWN)
+    wait_for(recorded, 50)
+    *kept_here, _last = all_lines(recorded)[before:]
+    lengths = [(len(line["output_ids"]), line["temperature"]) for line in kept_here]
+    assert lengths == [(6, 0.0), (7, 0.5), (7, 0.5), (7, 0.5)]
+    first, second, streamed = (line["output_ids"] for line in kept_here[1:])
+    assert first != second and streamed in (first, second)  # two seeds; the first is the one that was given
+
+
+def all_lines(folder):
+    """Return every answer kept, in order."""
+    found = []
+    for path in sorted(folder.glob("traffic-*.jsonl")):
+        found += list(map(json.loads, path.read_text().split("\n")[1:-1]))
+    return found
 
 
 def test_only_this_user_may_read_what_is_kept(server, recorded):
