@@ -207,11 +207,14 @@ def test_an_answer_counts_up_to_its_end_and_with_it():
     assert num_until([5, 2], ()) == 2
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize("context_len", [1, 15, 16, 40])
-def test_a_pass_behind_scattered_pages_writes_where_its_context_ends(context_len):
-    batch = decoding_pass(3, context_len, page_size=16, vocab_size=100)
-    assert batch.page_table.shape == (3, context_len // 16 + 1)
+def test_a_pass_behind_scattered_pages_writes_where_its_context_ends(context_len, num_rows):
+    batch = decoding_pass(3, context_len, num_rows=num_rows, page_size=16, vocab_size=100)
+    assert batch.page_table.shape == (3, (context_len + num_rows - 1) // 16 + 1)
     assert sorted(batch.page_table.ravel()) == list(range(batch.page_table.size))
-    for row, slot in enumerate(batch.slots):
-        assert batch.page_table[row, context_len // 16] == slot // 16
-        assert slot % 16 == context_len % 16
+    assert len(batch.tokens) == batch.query_start[-1] == 3 * num_rows
+    for row, (slot, position) in enumerate(zip(batch.slots, batch.positions, strict=True)):
+        assert position == context_len + row % num_rows
+        assert batch.page_table[row // num_rows, position // 16] == slot // 16
+        assert slot % 16 == position % 16

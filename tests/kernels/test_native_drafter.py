@@ -57,9 +57,11 @@ def embedding() -> Float32:
     return np.random.default_rng(5).standard_normal((50, 32)).astype(np.float32)
 
 
-def filled(executor: Any, layout: list[list[int]], lengths: list[int], *, chunk: int = 100) -> DraftBatch:
+def filled(
+    executor: Any, layout: list[list[int]], lengths: list[int], *, chunk: int = 100, num_pages: int = 40
+) -> DraftBatch:
     """Append random features of every sequence to its pages, `chunk` rows a call; return the blocks."""
-    executor.allocate_cache(num_pages=40, page_size=PAGE_SIZE)
+    executor.allocate_cache(num_pages=num_pages, page_size=PAGE_SIZE)
     for index, (pages, length) in enumerate(zip(layout, lengths, strict=True)):
         features = np.random.default_rng(index).standard_normal((length, 64)).astype(np.float32)
         positions = np.arange(length, dtype=np.int32)
@@ -187,6 +189,25 @@ def test_neighbours_pages_chunks_and_threads_change_no_bit(
         block = two.draft_greedy(alone, num_drafts=np.array([4], np.int32))
         wanted = one.draft_greedy(filled(one, LAYOUT, LENGTHS), num_drafts=np.array([4, 4, 4], np.int32))
         np.testing.assert_array_equal(block.tokens[0], wanted.tokens[row])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["vanilla", "no_head_window"])
+def test_long_contexts_equal_the_reference_however_many_rows_attend_together(
+    tmp_path: Path, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPARK_NATIVE_ISA", isa)
+    checkpoint, given = checkpoint_of(tmp_path, kind), embedding()
+    options: dict[str, Any] = {"target_embedding": given, "target_head": given, "dtype": "float32"}
+    lengths = [254, 256, 300]  # blocks across the end of a chunk of 256 keys and behind it
+    layout = [[80 * i + page for page in range(80)] for i in range(3)]
+    one, four = (NativeBlockDrafter(checkpoint, num_threads=threads, **options) for threads in (1, 4))
+    torch = TorchBlockDrafter(checkpoint, **options)
+    output = one.draft(filled(one, layout, lengths, num_pages=240))
+    close(output.hidden, torch.draft(filled(torch, layout, lengths, num_pages=240)).hidden)
+    # Threads decide how many rows of a block go together.
+    again = four.draft(filled(four, layout, lengths, num_pages=240))
+    np.testing.assert_array_equal(again.hidden, output.hidden)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "rnn_reduced"])

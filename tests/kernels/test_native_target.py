@@ -277,6 +277,92 @@ def test_a_poisoned_row_is_reported_and_poisons_no_one_else(dtype: str, variant:
     np.testing.assert_array_equal(again.logits, wanted)
 
 
+def attending(group: int, head_dim: int) -> TargetConfig:
+    """Return a decoder of one layer, all about attention: `group` query heads share each of two key heads."""
+    return tiny_config(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        max_context_len=1024,
+    )
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "page_size"),
+    [(1, 16, 16), (2, 24, 5), (3, 64, 16), (4, 40, 5), (5, 80, 16), (26, 8, 16)],
+)
+def test_rows_that_read_keys_together_have_the_bits_of_rows_that_come_alone(
+    group: int, head_dim: int, page_size: int, dtype: str, variant: str
+) -> None:
+    config = attending(group, head_dim)
+    if variant not in machine_isas():
+        pytest.skip(f"this processor has no {variant}")
+    with forced_isa(variant):
+        which = NativeTarget(config, DictWeights(random_weights(config)), dtype=dtype, num_threads=1)
+    lengths = (0, 9, 250, 255, 256, 257, 511, 512)
+    text = np.random.default_rng(group).integers(0, 40, lengths[-1] + 9).tolist()
+    num_pages = -(-len(text) // page_size)
+    which.allocate_cache(num_pages=num_pages, page_size=page_size)
+    pages = np.random.default_rng(1).permutation(num_pages).tolist()
+
+    def after(context_len: int, num_rows: int, *, tree: bool = False) -> npt.NDArray[np.float32]:
+        sequence = Sequence(pages=pages, cached=text[:context_len])
+        chain = text[context_len : context_len + num_rows]
+        path = [Row(token=token, seen=tuple(range(i))) for i, token in enumerate(chain)]
+        return which.forward(
+            step_batch([(sequence, chain)], page_size=page_size, trees={0: path} if tree else None)
+        ).logits
+
+    alone = np.concatenate([after(at, 1) for at in range(len(text))])
+    for context_len in lengths:
+        for num_rows in range(2, 10):
+            wanted = alone[context_len : context_len + num_rows]
+            np.testing.assert_array_equal(after(context_len, num_rows), wanted)
+            np.testing.assert_array_equal(after(context_len, num_rows, tree=True), wanted)
+    np.testing.assert_array_equal(after(0, len(text)), alone)
+
+
+@pytest.mark.parametrize("variant", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context_len", [20, 250, 256])
+def test_a_poisoned_draft_reaches_only_the_rows_that_see_it(
+    context_len: int, dtype: str, variant: str
+) -> None:
+    weights = dict(weights_of("small"))
+    weights["embed_tokens.weight"] = weights["embed_tokens.weight"].copy()
+    weights["embed_tokens.weight"][7, 5] = np.nan
+    with forced_isa(variant):
+        sick = NativeTarget(MODELS["small"], DictWeights(weights), dtype=dtype, num_threads=1)
+    healthy = target("small", dtype, variant, 1)
+    context = np.random.default_rng(2).integers(8, 40, context_len).tolist()
+    bad = 4  # its row; of the tree's rows only the one behind it sees it
+    seen = [(), (0,), (0, 1), (0,), (0, 3), (0, 3, 4), (0, 1, 2), (0, 3), (0, 1)]
+    chains, sequence = [], Sequence(pages=list(range(20)), cached=context)
+    for which, token in ((healthy, 9), (sick, 7)):
+        which.allocate_cache(num_pages=20, page_size=16)
+        which.forward(step_batch([(Sequence(pages=sequence.pages), context)], page_size=16))
+        tokens = [token if row == bad else 10 + row for row in range(9)]
+        rows = [Row(token=t, seen=s) for t, s in zip(tokens, seen, strict=True)]
+        tree = which.forward(step_batch([(sequence, [])], page_size=16, trees={0: rows}))
+        chains.append((which.forward(step_batch([(sequence, tokens)], page_size=16)), tree))
+    (chain, tree), (sick_chain, sick_tree) = chains
+    assert sick_chain.finite.tolist() == [row < bad for row in range(9)]
+    np.testing.assert_array_equal(sick_chain.logits[:bad], chain.logits[:bad])
+    apart = [row != bad and bad not in seen[row] for row in range(9)]
+    assert sick_tree.finite.tolist() == apart
+    np.testing.assert_array_equal(sick_tree.logits[apart], tree.logits[apart])
+    for row in range(9):
+        path = [9 if i == bad else 10 + i for i in (*seen[row], row)]
+        along = healthy.forward(step_batch([(sequence, path)], page_size=16))
+        np.testing.assert_array_equal(tree.logits[row], along.logits[-1])
+
+
 @pytest.mark.parametrize("variant", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moved_keys_and_values_give_the_bits_of_those_that_stayed(dtype: str, variant: str) -> None:

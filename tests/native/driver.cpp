@@ -328,6 +328,16 @@ void compare(int dtype, const char* isa) {
   expect_same(one.chain(40, 20, 31), four.chain(61, 20, 31, true), name + ": tree of one path");
   four.move(61, 40, 51);
   expect_same(one.chain(40, 51, 2), four.chain(40, 51, 2), name + ": moved cache");
+  for (int context : {0, 250, 256, 290}) {  // rows that attend together, in as many as there are threads for
+    for (int rows = 2; rows <= 9; ++rows) {
+      const std::vector<float> chain = one.chain(0, context, rows);
+      expect_same(chain, four.chain(0, context, rows), name + ": rows together");
+      expect_same(chain, one.chain(0, context, rows, true), name + ": rows of a tree together");
+      const std::vector<float> last = one.chain(0, context + rows - 1, 1);
+      const auto logits = chain.begin() + (rows - 1) * kVocab;
+      expect_same({last.begin(), last.begin() + kVocab}, {logits, logits + kVocab}, name + ": a row alone");
+    }
+  }
   for (int i = 0; i < 20; ++i) expect_same(one.chain(0, 299, 1), four.chain(0, 299, 1), name + ": split attention");
   for (int kind = DSPARK_HEAD_NONE; kind <= DSPARK_HEAD_RNN; ++kind) {
     for (bool reduced : {false, true}) {

@@ -16,7 +16,7 @@ enum Kind : int32_t {
   kInputRows,   // [rows] embedding at layer 0; tap; input norm unless fused
   kQkv,         // [panels]
   kHeads,       // [rows] norms, rotation, cache write
-  kAttend,      // [rows * kv_heads (* chunks)]
+  kAttend,      // [tiles * kv_heads (* chunks)]
   kHeadsAttend, // [rows * kv_heads] both, when every sequence has one row
   kMergeRows,   // [rows] merge chunks; convert for the output projection
   kOutput,      // [panels] residual add
@@ -41,9 +41,14 @@ struct PhaseInfo {
   int layer;
 };
 
-// What is attended to at a time: one row, one key head, one chunk of keys.
+// What is attended to at a time: rows of one sequence, one key head, one chunk of keys.
 struct Part {
-  int row, kv_head, chunk;
+  int tile, kv_head, chunk;
+};
+
+// Rows of one sequence that read keys and values together.
+struct Tile {
+  int first, num_rows;
 };
 
 struct Layer {
@@ -92,9 +97,13 @@ class Decoder {
   }
   void reserve_rows(int rows);
   void plan_sequences();
+  void plan_tiles();
+  int64_t cut_tiles(int most);
   void input_row(int layer, int t);
   void attend(int layer, int item, bool more, int thread);
-  void attend_chunk(int layer, Part part, Part next, float* partial, int thread);
+  void attend_chunk(int layer, Part part, Part next, float* partial, int64_t row_stride, int thread);
+  int window_begin(const Layer& layer, int t, int start) const;
+  const int32_t* visible_slots(int t, int start, int end, int32_t* own) const;
   Part part(int item) const;
   void merge_row(int t);
   void project(const Matrix& w, const uint8_t* x, int64_t x_stride, Epilogue epilogue, float* out, int64_t out_stride,
@@ -125,6 +134,8 @@ class Decoder {
   std::vector<int32_t> totals_;
   std::vector<int32_t> row_sequence_, row_visible_, key_slots_, mask_slots_;
   std::vector<int64_t> key_start_;
+  std::vector<Tile> tiles_;
+  int tile_rows_ = 1;  // of the largest tile
   bool split_ = false;
   int max_chunks_ = 1;
   DSparkPass pass_{};
@@ -156,7 +167,7 @@ Decoder::Decoder(const DSparkDecoderConfig& c, Pool& pool)
       thread_input_(static_cast<size_t>(pool.num_threads())),
       thread_tag_(static_cast<size_t>(pool.num_threads()) * 8, 0) {
   for (int i = 0; i < c.num_layers; ++i) layers[static_cast<size_t>(i)].window = c.windows ? c.windows[i] : 0;
-  staging_.reserve(int64_t{pool.num_threads()} * 4 * dim_pad_ * 16 * 4);
+  staging_.reserve(int64_t{pool.num_threads()} * kChunk * dim_pad_ * 4);
 }
 
 void Decoder::allocate_cache(int64_t num_slots) {
@@ -247,11 +258,46 @@ void Decoder::plan_sequences() {
   max_chunks_ = (most + kChunk - 1) / kChunk;
   const int64_t items = int64_t{p.num_rows} * kv_heads_;
   split_ = max_chunks_ > 1 && items < 8 * pool_.num_threads();
+  plan_tiles();
   if (split_) {
     partial_.reserve(items * max_chunks_ * partial_size_ * 4, "the parts of an attention");
   } else {
-    for (Buffer& b : thread_partial_) b.reserve(max_chunks_ * partial_size_ * 4, "the parts of an attention");
+    const int64_t bytes = int64_t{tile_rows_} * max_chunks_ * partial_size_ * 4;
+    for (Buffer& b : thread_partial_) b.reserve(bytes, "the parts of an attention");
   }
+}
+
+// Cut the sequences into tiles of at most `most` rows, about equal within each; returns how long the busiest thread
+// attends, in half rows: reading the keys of a tile takes about one.
+int64_t Decoder::cut_tiles(int most) {
+  tiles_.clear();
+  int largest = 0;
+  for (int i = 0; i < pass_.num_sequences; ++i) {
+    const int last = pass_.query_start[i + 1];
+    int tiles = (last - pass_.query_start[i] + most - 1) / most;
+    for (int first = pass_.query_start[i], rows; first < last; first += rows, --tiles) {
+      rows = (last - first + tiles - 1) / tiles;
+      largest = rows > largest ? rows : largest;
+      tiles_.push_back({first, rows});
+    }
+  }
+  tile_rows_ = largest;
+  const int64_t items = static_cast<int64_t>(tiles_.size()) * kv_heads_ * (split_ ? max_chunks_ : 1);
+  return (items + pool_.num_threads() - 1) / pool_.num_threads() * (2 * largest + 1);
+}
+
+// The tiles that keep the busiest thread busy for the shortest time; among equals the largest, which read the least.
+void Decoder::plan_tiles() {
+  int best = 1;
+  int64_t least = cut_tiles(1);
+  const int longest = kAttendQueries / group_;
+  for (int most = 2; most <= longest && static_cast<int>(tiles_.size()) > pass_.num_sequences; ++most) {
+    const int64_t cost = cut_tiles(most);
+    if (cost > least) continue;
+    best = most;
+    least = cost;
+  }
+  cut_tiles(best);
 }
 
 void Decoder::forward(const DSparkPass& pass) {
@@ -304,7 +350,7 @@ void Decoder::plan_layer(int l, bool single_rows) {
     add(kHeadsAttend, l, int64_t{rows} * kv_heads_);
   } else {
     add(kHeads, l, rows);
-    add(kAttend, l, int64_t{rows} * kv_heads_ * (split_ ? max_chunks_ : 1));
+    add(kAttend, l, static_cast<int64_t>(tiles_.size()) * kv_heads_ * (split_ ? max_chunks_ : 1));
   }
   if (!fused_) add(kMergeRows, l, rows);
   add(kOutput, l, layer.output->panels);
@@ -375,82 +421,112 @@ void Decoder::input_row(int layer, int t) {
 
 // The item's place, with its first chunk where chunks are no items of their own.
 Part Decoder::part(int item) const {
-  const int rows = pass_.num_rows;
+  const int tiles = static_cast<int>(tiles_.size());
   if (split_) return {item / max_chunks_ / kv_heads_, item / max_chunks_ % kv_heads_, item % max_chunks_};
-  return {item % rows, item / rows, 0};
+  return {item % tiles, item / tiles, 0};
 }
 
-// `next` is what this thread attends to afterwards; its row is -1 where that is not known.
-void Decoder::attend_chunk(int layer, Part part, Part next, float* partial, int thread) {
-  const DSparkPass& p = pass_;
-  const auto [t, kv_head, chunk] = part;
-  const int i = row_sequence_[static_cast<size_t>(t)], context = p.context_len[i];
-  const int visible = row_visible_[static_cast<size_t>(t)], window = layers[static_cast<size_t>(layer)].window;
-  const int start = chunk * kChunk;
+// The first key of the chunk at `start` that row t's window holds.
+int Decoder::window_begin(const Layer& layer, int t, int start) const {
+  if (layer.window <= 0) return 0;
+  int low = pass_.positions[t] - layer.window + 1;
+  const int context = pass_.context_len[row_sequence_[static_cast<size_t>(t)]];
+  low = low > context ? context : low;
+  return low > start ? low - start : 0;
+}
+
+// Slots of keys [start, start + end) that row t sees; listed in `own` [kChunk] where a mask picks them.
+const int32_t* Decoder::visible_slots(int t, int start, int end, int32_t* own) const {
+  const size_t i = static_cast<size_t>(row_sequence_[static_cast<size_t>(t)]);
+  const int context = pass_.context_len[i];
+  const int32_t* keys = key_slots_.data() + key_start_[i];
+  if (pass_.visibility != DSPARK_VISIBLE_MASK || context - start >= end) return keys + start;
+  const int cached = context > start ? context - start : 0;
+  std::memcpy(own, keys + start, static_cast<size_t>(cached) * 4);
+  // Own rows that the mask names, in order; those that fell into earlier chunks are skipped.
+  const uint32_t* mask = reinterpret_cast<const uint32_t*>(pass_.ancestors) + int64_t{t} * pass_.mask_words;
+  int at = context - start;
+  for (int w = 0; w < pass_.mask_words; ++w) {
+    for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1, ++at) {
+      if (at >= 0 && at < end) own[at] = keys[context + w * 32 + __builtin_ctz(bits)];
+    }
+  }
+  return own;
+}
+
+// Rows of a tile whose windows begin at the same key go together; their partials are `row_stride` floats apart. `next`
+// is what this thread attends to afterwards; its tile is -1 where that is not known.
+void Decoder::attend_chunk(int layer, Part part, Part next, float* partial, int64_t row_stride, int thread) {
+  const Tile tile = tiles_[static_cast<size_t>(part.tile)];
+  const int start = part.chunk * kChunk;
+  const int cached = pass_.context_len[row_sequence_[static_cast<size_t>(tile.first)]] - start;
+  int32_t own[kAttendQueries][kChunk];
+  AttentionRow rows[kAttendQueries];
   Attention a{};
-  a.end = visible - start < kChunk ? visible - start : kChunk;
-  if (window > 0) {
-    int low = p.positions[t] - window + 1;
-    low = low > context ? context : low;
-    a.begin = low > start ? low - start : 0;
-  }
-  if (a.begin >= a.end) {  // the whole chunk lies before the window
-    for (int h = 0; h < group_; ++h) {
-      float* out = partial + int64_t{h} * (2 + dim_pad_);
-      std::memset(out, 0, static_cast<size_t>(2 + dim_pad_) * 4);
-      out[0] = -INFINITY;
-    }
-    return;
-  }
-  int32_t slots[kChunk];
-  const int32_t* keys = key_slots_.data() + key_start_[static_cast<size_t>(i)];
-  if (p.visibility == DSPARK_VISIBLE_MASK) {
-    const int cached = context - start < 0 ? 0 : context - start < a.end ? context - start : a.end;
-    std::memcpy(slots, keys + start, static_cast<size_t>(cached) * 4);
-    // Own rows that the mask names, in order; those that fell into earlier chunks are skipped.
-    const uint32_t* mask = reinterpret_cast<const uint32_t*>(p.ancestors) + int64_t{t} * p.mask_words;
-    int at = context - start;
-    for (int w = 0; w < p.mask_words; ++w) {
-      for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1, ++at) {
-        if (at >= 0 && at < a.end) slots[at] = keys[context + w * 32 + __builtin_ctz(bits)];
-      }
-    }
-  } else {
-    std::memcpy(slots, keys + start, static_cast<size_t>(a.end) * 4);
-  }
   a.cache = cache_layer(layer);
-  a.kv_head = kv_head;
+  a.kv_head = part.kv_head;
   a.group = group_;
-  a.q = qkv_.as<float>() + int64_t{t} * qkv_width_ + int64_t{kv_head} * group_ * dim_;
-  a.slots = slots;
-  if (next.row >= 0) {
-    const int ahead = row_visible_[static_cast<size_t>(next.row)] - next.chunk * kChunk;
-    a.next = key_slots_.data() + key_start_[static_cast<size_t>(row_sequence_[static_cast<size_t>(next.row)])] +
-             next.chunk * kChunk;
+  a.rows = rows;
+  a.alike = pass_.visibility != DSPARK_VISIBLE_MASK ? kChunk : cached > 0 ? cached : 0;
+  a.staging = staging_.as<uint8_t>() + int64_t{thread} * kChunk * dim_pad_ * 4;
+  if (next.tile >= 0) {
+    const size_t row = static_cast<size_t>(tiles_[static_cast<size_t>(next.tile)].first);
+    const int ahead = row_visible_[row] - next.chunk * kChunk;
+    a.next = key_slots_.data() + key_start_[static_cast<size_t>(row_sequence_[row])] + next.chunk * kChunk;
     a.num_next = ahead < kChunk ? ahead : kChunk;
     a.next_head = next.kv_head;
   }
-  a.partial = partial;
-  a.staging = staging_.as<uint8_t>() + int64_t{thread} * 4 * dim_pad_ * 16 * 4;
-  kernels_.attend(a);
+  for (int r = 0; r < tile.num_rows; ++r, partial += row_stride) {
+    const int t = tile.first + r, left = row_visible_[static_cast<size_t>(t)] - start;
+    if (left <= 0) continue;
+    const int begin = window_begin(layers[static_cast<size_t>(layer)], t, start), end = left < kChunk ? left : kChunk;
+    if (begin >= end) {  // the whole chunk lies before the window
+      for (int h = 0; h < group_; ++h) {
+        float* out = partial + int64_t{h} * (2 + dim_pad_);
+        std::memset(out, 0, static_cast<size_t>(2 + dim_pad_) * 4);
+        out[0] = -INFINITY;
+      }
+      continue;
+    }
+    if (a.num_rows > 0 && begin != a.begin) {
+      kernels_.attend(a);
+      a.num_rows = 0;
+    }
+    a.begin = begin;
+    rows[a.num_rows] = {qkv_.as<float>() + int64_t{t} * qkv_width_ + int64_t{part.kv_head} * group_ * dim_,
+                        visible_slots(t, start, end, own[a.num_rows]), end, partial};
+    ++a.num_rows;
+  }
+  if (a.num_rows > 0) kernels_.attend(a);
 }
 
 void Decoder::attend(int layer, int item, bool more, int thread) {
-  const auto [t, kv_head, chunk] = part(item);
-  const int visible = row_visible_[static_cast<size_t>(t)];
+  const auto [index, kv_head, chunk] = part(item);
+  const Tile tile = tiles_[static_cast<size_t>(index)];
   const Part after = more ? part(item + 1) : Part{-1, 0, 0};
   if (split_) {
-    if (chunk * kChunk >= visible) return;
-    return attend_chunk(layer, {t, kv_head, chunk}, after, partial_.as<float>() + item * partial_size_, thread);
+    float* partial = partial_.as<float>() +
+                     ((int64_t{tile.first} * kv_heads_ + kv_head) * max_chunks_ + chunk) * partial_size_;
+    return attend_chunk(layer, {index, kv_head, chunk}, after, partial, kv_heads_ * max_chunks_ * partial_size_, thread);
   }
-  const int chunks = (visible + kChunk - 1) / kChunk;
+  int most = 0;
+  for (int t = tile.first; t < tile.first + tile.num_rows; ++t) {
+    const int visible = row_visible_[static_cast<size_t>(t)];
+    most = visible > most ? visible : most;
+  }
+  const int chunks = (most + kChunk - 1) / kChunk;
+  const int64_t row_stride = max_chunks_ * partial_size_;
   float* partial = thread_partial_[static_cast<size_t>(thread)].as<float>();
   for (int c = 0; c < chunks; ++c) {
-    const Part next = c + 1 < chunks ? Part{t, kv_head, c + 1} : after;
-    attend_chunk(layer, {t, kv_head, c}, next, partial + c * partial_size_, thread);
+    const Part next = c + 1 < chunks ? Part{index, kv_head, c + 1} : after;
+    attend_chunk(layer, {index, kv_head, c}, next, partial + c * partial_size_, row_stride, thread);
   }
-  float* out = attention_.as<float>() + (int64_t{t} * heads_ + int64_t{kv_head} * group_) * dim_;
-  kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out);
+  for (int r = 0; r < tile.num_rows; ++r) {
+    const int t = tile.first + r;
+    float* out = attention_.as<float>() + (int64_t{t} * heads_ + int64_t{kv_head} * group_) * dim_;
+    kernels_.combine(partial + r * row_stride, (row_visible_[static_cast<size_t>(t)] + kChunk - 1) / kChunk,
+                     partial_size_, group_, dim_, dim_pad_, out);
+  }
 }
 
 void Decoder::merge_row(int t) {
@@ -458,7 +534,7 @@ void Decoder::merge_row(int t) {
   if (split_) {
     const int chunks = (row_visible_[static_cast<size_t>(t)] + kChunk - 1) / kChunk;
     for (int h = 0; h < kv_heads_; ++h) {
-      const float* partial = partial_.as<float>() + (int64_t{t} * kv_heads_ + h) * max_chunks_ * partial_size_;
+      float* partial = partial_.as<float>() + (int64_t{t} * kv_heads_ + h) * max_chunks_ * partial_size_;
       kernels_.combine(partial, chunks, partial_size_, group_, dim_, dim_pad_, out + int64_t{h} * group_ * dim_);
     }
   }

@@ -34,20 +34,32 @@ constexpr int kChunkSteps = 16;  // steps of a panel between two looks at what t
 static_assert(kChunkSteps * 4 == kGroup, "one chunk of int8 steps is one group of activations");
 constexpr float kInfinity = __builtin_inff();
 
-// e^x with about 1 ulp, clamped to the range of normal floats; NaN stays NaN.
+// e^x with about 1 ulp, clamped to the range of normal floats; NaN stays NaN. N at once, step by step: the processor looks
+// ahead over fewer instructions than one of them takes.
+template <int N>
+inline void exp_of(vf (&x)[N]) {
+  const auto each = [](auto f) {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) f(i);
+  };
+  vf n[N], y[N];
+  each([&](int i) { x[i] = vmin(vset(88.0f), vmax(vset(-87.0f), x[i])); });
+  each([&](int i) { n[i] = vround(vmul(x[i], vset(1.44269504088896341f))); });
+  each([&](int i) { x[i] = vfma(n[i], vset(-0.693359375f), x[i]); });
+  each([&](int i) { x[i] = vfma(n[i], vset(2.12194440e-4f), x[i]); });
+  each([&](int i) { y[i] = vfma(vset(1.9875691500e-4f), x[i], vset(1.3981999507e-3f)); });
+  each([&](int i) { y[i] = vfma(y[i], x[i], vset(8.3334519073e-3f)); });
+  each([&](int i) { y[i] = vfma(y[i], x[i], vset(4.1665795894e-2f)); });
+  each([&](int i) { y[i] = vfma(y[i], x[i], vset(1.6666665459e-1f)); });
+  each([&](int i) { y[i] = vfma(y[i], x[i], vset(5.0000001201e-1f)); });
+  each([&](int i) { y[i] = vadd(vfma(y[i], vmul(x[i], x[i]), x[i]), vset(1.0f)); });
+  each([&](int i) { x[i] = vmul(y[i], vpow2(n[i])); });
+}
+
 inline vf vexp(vf x) {
-  x = vmin(vset(88.0f), vmax(vset(-87.0f), x));
-  const vf n = vround(vmul(x, vset(1.44269504088896341f)));
-  vf r = vfma(n, vset(-0.693359375f), x);
-  r = vfma(n, vset(2.12194440e-4f), r);
-  vf y = vset(1.9875691500e-4f);
-  y = vfma(y, r, vset(1.3981999507e-3f));
-  y = vfma(y, r, vset(8.3334519073e-3f));
-  y = vfma(y, r, vset(4.1665795894e-2f));
-  y = vfma(y, r, vset(1.6666665459e-1f));
-  y = vfma(y, r, vset(5.0000001201e-1f));
-  y = vadd(vfma(y, vmul(r, r), r), vset(1.0f));
-  return vmul(y, vpow2(n));
+  vf one[1] = {x};
+  exp_of(one);
+  return one[0];
 }
 
 inline vf vsilu(vf x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
@@ -466,11 +478,50 @@ inline vf load_element<uint16_t>(const uint16_t* p) {
   return vload_bf16(p);
 }
 
-// Sixteen keys as [dim][16]: in place when their slots are one aligned block, otherwise copied together.
+// One query head of one row.
+struct Query {
+  const float* q;  // [head_dim]
+  int32_t end;
+  float* scores;  // [kChunk], later its weights
+  float* partial;
+};
+
+// Blocks of sixteen keys, or vectors of a value, that H queries meet at once: their sums and the fewer of both kinds, which
+// wait for the others one by one, stay in registers. Smaller blocks of a chunk gained nothing, since one tile's keys come
+// from the second cache while it computes.
+constexpr bool fits(int H, int U) { return H * U + (H < U ? H : U) <= kAttendRegisters; }
+constexpr int breadth(int H) { return fits(H, 4) ? 4 : fits(H, 2) ? 2 : 1; }
+
+// What the tiles of a call fetch ahead they share, so that no one of them waits for memory: every `step`-th line from
+// line `first` on, none where that is negative.
+struct Share {
+  int first, step;
+};
+
+// Call f(size, first, share) for tiles of 1 to kAttendTile queries whose sizes differ by at most 1; `size` is a constant.
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+template <int H, class F>
+inline void sized(int size, int first, Share share, const F& f) {
+  if constexpr (H > 0) {
+    if (size == H) return f(Constant<H>{}, first, share);
+    sized<H - 1>(size, first, share, f);
+  }
+}
+template <class F>
+inline void tiles_of(int num_queries, const F& f) {
+  const int tiles = (num_queries + kAttendTile - 1) / kAttendTile;
+  for (int i = 0, first = 0, size; i < tiles; ++i, first += size) {
+    size = (num_queries - first + tiles - i - 1) / (tiles - i);
+    sized<kAttendTile>(size, first, Share{i, tiles}, f);
+  }
+}
+
+// `count` keys as [dim][16]: in place when their slots are one aligned block, otherwise copied together.
 template <class E>
-inline const E* key_block(const Attention& a, int first, E* staging) {
-  const int32_t* slots = a.slots + first;
-  const int count = a.end - first < 16 ? a.end - first : 16;
+inline const E* key_block(const Attention& a, const int32_t* slots, int count, E* staging) {
   const E* keys = reinterpret_cast<const E*>(a.cache.keys);
   bool together = slots[0] % 16 == 0;
   for (int j = 1; j < count; ++j) together &= slots[j] == slots[0] + j;
@@ -491,16 +542,16 @@ inline void fetch_next_key(const Attention& a, int j) {
   for (int i = 0; i < dim; i += 64 / static_cast<int>(sizeof(E))) prefetch(keys + j % 16 * dim + i);
 }
 
-// Scores of U blocks of sixteen keys for H query heads; their values are fetched meanwhile.
+// Scores of U blocks of sixteen keys for H queries; a share of their values is fetched meanwhile.
 template <class E, int H, int U>
-inline void scores_of(const Attention& a, int head, int first, float (*scores)[kChunk]) {
-  const int dim = a.cache.head_dim;
-  const E *keys[U], *values[U];
-  for (int u = 0; u < U; ++u) {
-    values[u] = reinterpret_cast<const E*>(a.cache.values) + a.cache.value_row(a.slots[first + 16 * u], a.kv_head);
-    keys[u] = key_block<E>(a, first + 16 * u, reinterpret_cast<E*>(a.staging) + u * a.cache.head_dim_pad * 16);
-  }
-  const float* q = a.q + static_cast<int64_t>(head) * dim;
+inline void scores_of(int dim, const Query* queries, const E* const* blocks, const E* const* values, Share share,
+                      int first) {
+  constexpr int line = 4 / static_cast<int>(sizeof(E));  // steps that read a cache line of every block
+  int due = share.first * line;
+  const E* keys[U];
+  for (int u = 0; u < U; ++u) keys[u] = blocks[u];
+  const float* q[H];
+  for (int h = 0; h < H; ++h) q[h] = queries[h].q;
   vf acc[U][H];
 #pragma GCC unroll 16
   for (int u = 0; u < U; ++u) {
@@ -508,104 +559,181 @@ inline void scores_of(const Attention& a, int head, int first, float (*scores)[k
     for (int h = 0; h < H; ++h) acc[u][h] = vzero();
   }
   for (int d = 0; d < dim; ++d) {
-    vf x[H];
+    if (d == due) {
+      for (int u = 0; u < U; ++u) prefetch(values[u] + d * 16);
+      due += share.step * line;
+    }
+    if constexpr (H < U) {  // what there are fewer of is kept for a step
+      vf x[H];
 #pragma GCC unroll 16
-    for (int h = 0; h < H; ++h) x[h] = vset(q[h * dim + d]);
+      for (int h = 0; h < H; ++h) x[h] = vset(q[h][d]);
 #pragma GCC unroll 16
-    for (int u = 0; u < U; ++u) {
-      const vf k = load_element<E>(keys[u] + d * 16);
-      if (d * 16 * sizeof(E) % 64 == 0) prefetch(values[u] + d * 16);
+      for (int u = 0; u < U; ++u) {
+        const vf k = load_element<E>(keys[u] + d * 16);
 #pragma GCC unroll 16
-      for (int h = 0; h < H; ++h) acc[u][h] = vfma(k, x[h], acc[u][h]);
+        for (int h = 0; h < H; ++h) acc[u][h] = vfma(k, x[h], acc[u][h]);
+      }
+    } else {
+      vf k[U];
+#pragma GCC unroll 16
+      for (int u = 0; u < U; ++u) k[u] = load_element<E>(keys[u] + d * 16);
+#pragma GCC unroll 16
+      for (int h = 0; h < H; ++h) {
+        const vf x = vset(q[h][d]);
+#pragma GCC unroll 16
+        for (int u = 0; u < U; ++u) acc[u][h] = vfma(k[u], x, acc[u][h]);
+      }
     }
   }
   for (int u = 0; u < U; ++u) {
-    for (int h = 0; h < H; ++h) vstore(&scores[h][first + 16 * u], acc[u][h]);
+    for (int h = 0; h < H; ++h) vstore(queries[h].scores + first + 16 * u, acc[u][h]);
   }
 }
 
-// Weighted sum of the values' columns [column, column + 16 C).
+// Scores of keys [begin, end) for all queries; begin is a multiple of 16.
+template <class E>
+void all_scores(const Attention& a, const Query* queries, int num_queries, const int32_t* slots, int begin, int end) {
+  const int dim = a.cache.head_dim;
+  const E *keys[kChunk / 16], *values[kChunk / 16];
+  int blocks = 0;
+  for (int first = begin; first < end; first += 16, ++blocks) {
+    values[blocks] = reinterpret_cast<const E*>(a.cache.values) + a.cache.value_row(slots[first], a.kv_head);
+    keys[blocks] = key_block<E>(a, slots + first, end - first < 16 ? end - first : 16,
+                                reinterpret_cast<E*>(a.staging) + blocks * a.cache.head_dim_pad * 16);
+  }
+  tiles_of(num_queries, [&](auto size, int tile, Share share) {
+    constexpr int H = decltype(size)::value, U = breadth(H);
+    int u = 0;
+    for (; u + U <= blocks; u += U) {
+      scores_of<E, H, U>(dim, queries + tile, keys + u, values + u, share, begin + 16 * u);
+    }
+    for (; u < blocks; ++u) scores_of<E, H, 1>(dim, queries + tile, keys + u, values + u, share, begin + 16 * u);
+  });
+}
+
+// The scores of one query become weights: e^(score - maximum).
+inline void weigh(const Query& query, int begin) {
+  float* line = query.scores;
+  const int first = begin / 16 * 16, end = query.end;
+  const auto seen = [&](vf x, float other, int j) {
+    return vselect_range(x, vset(other), begin > j ? begin - j : 0, end - j < 16 ? end - j : 16);
+  };
+  vf top = vset(-kInfinity);
+  for (int j = first; j < end; j += 16) top = vmax(seen(vload(line + j), -kInfinity, j), top);
+  const float maximum = vlane_max(top);
+  vf sum = vzero();
+  for (int j = first; j < end;) {
+    if (begin <= j && j + 16 * kExpTogether <= end) {
+      vf p[kExpTogether];
+      for (vf& x : p) {
+        x = vsub(vload(line + j), vset(maximum));
+        j += 16;
+      }
+      exp_of(p);
+      j -= 16 * kExpTogether;
+      for (const vf& x : p) {
+        vstore(line + j, x);
+        sum = vadd(sum, x);
+        j += 16;
+      }
+    } else {
+      const vf p = seen(vexp(vsub(vload(line + j), vset(maximum))), 0.0f, j);
+      vstore(line + j, p);
+      sum = vadd(sum, p);
+      j += 16;
+    }
+  }
+  query.partial[0] = maximum;
+  query.partial[1] = vlane_sum(sum);
+}
+
+// Weighted sum of columns [column, column + 16 C) of the values of keys [begin, end), on top of what is there unless
+// these are the first.
 template <class E, int H, int C>
-inline void values_of(const Attention& a, int head, int column, const float (*scores)[kChunk]) {
+inline void values_of(const Attention& a, const Query* queries, const int32_t* slots, int column, int begin, int end,
+                      Share share) {
+  int due = share.first < 0 ? -1 : begin + share.first;
   const E* values = reinterpret_cast<const E*>(a.cache.values);
-  const int pad = a.cache.head_dim_pad;
-  const int num_next = head == 0 && column == 0 ? a.num_next : 0;
+  const float* weights[H];
+  for (int h = 0; h < H; ++h) weights[h] = queries[h].scores;
   vf acc[H][C];
 #pragma GCC unroll 16
   for (int h = 0; h < H; ++h) {
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) acc[h][c] = vzero();
+    for (int c = 0; c < C; ++c) {
+      acc[h][c] = begin == a.begin ? vzero() : vload(queries[h].partial + 2 + column + 16 * c);
+    }
   }
-  for (int j = a.begin; j < a.end; ++j) {
-    const E* v = values + a.cache.value_row(a.slots[j], a.kv_head) + column;
-    if (j - a.begin < num_next) fetch_next_key<E>(a, j - a.begin);
+  for (int j = begin; j < end; ++j) {
+    const E* v = values + a.cache.value_row(slots[j], a.kv_head) + column;
+    if (j == due) {
+      if (j - begin < a.num_next) fetch_next_key<E>(a, j - begin);
+      due += share.step;
+    }
     vf line[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) line[c] = load_element<E>(v + 16 * c);
 #pragma GCC unroll 16
     for (int h = 0; h < H; ++h) {
-      const vf p = vset(scores[h][j]);
+      const vf p = vset(weights[h][j]);
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) acc[h][c] = vfma(p, line[c], acc[h][c]);
     }
   }
   for (int h = 0; h < H; ++h) {
-    float* out = a.partial + static_cast<int64_t>(head + h) * (2 + pad) + 2 + column;
-    for (int c = 0; c < C; ++c) vstore(out + 16 * c, acc[h][c]);
+    for (int c = 0; c < C; ++c) vstore(queries[h].partial + 2 + column + 16 * c, acc[h][c]);
   }
 }
 
-template <class E, int H>
-void attend_heads(const Attention& a, int head) {
-  alignas(64) float scores[H][kChunk];
-  constexpr int wide = H <= 2 ? 4 : H <= 4 && kWideRegisters ? 4 : 1;
-  const int first_block = a.begin / 16 * 16;
-  int first = first_block;
-  for (; first + 16 * (wide - 1) < a.end; first += 16 * wide) scores_of<E, H, wide>(a, head, first, scores);
-  for (; first < a.end; first += 16) scores_of<E, H, 1>(a, head, first, scores);
+// The values of keys [begin, end) for all queries.
+template <class E>
+void all_values(const Attention& a, const Query* queries, int num_queries, const int32_t* slots, int begin, int end) {
   const int pad = a.cache.head_dim_pad;
-  for (int h = 0; h < H; ++h) {
-    float* line = scores[h];
-    vf top = vset(-kInfinity);
-    for (int j = first_block; j < a.end; j += 16) {
-      const int low = a.begin > j ? a.begin - j : 0, high = a.end - j < 16 ? a.end - j : 16;
-      top = vmax(vselect_range(vload(line + j), vset(-kInfinity), low, high), top);
+  if (begin >= end) return;
+  tiles_of(num_queries, [&](auto size, int tile, Share share) {
+    constexpr int H = decltype(size)::value, C = breadth(H);
+    if (begin > a.begin) share.first = -1;  // done with the first keys
+    int column = 0;
+    for (; column + 16 * C <= pad; column += 16 * C, share.first = -1) {
+      values_of<E, H, C>(a, queries + tile, slots, column, begin, end, share);
     }
-    const float maximum = vlane_max(top);
-    vf sum = vzero();
-    for (int j = first_block; j < a.end; j += 16) {
-      const int low = a.begin > j ? a.begin - j : 0, high = a.end - j < 16 ? a.end - j : 16;
-      const vf p = vselect_range(vexp(vsub(vload(line + j), vset(maximum))), vzero(), low, high);
-      vstore(line + j, p);
-      sum = vadd(sum, p);
+    for (; column < pad; column += 16, share.first = -1) {
+      values_of<E, H, 1>(a, queries + tile, slots, column, begin, end, share);
     }
-    float* out = a.partial + static_cast<int64_t>(head + h) * (2 + pad);
-    out[0] = maximum;
-    out[1] = vlane_sum(sum);
-  }
-  int column = 0;
-  for (; column + 64 <= pad; column += 64) values_of<E, H, 4>(a, head, column, scores);
-  for (; column < pad; column += 16) values_of<E, H, 1>(a, head, column, scores);
+  });
 }
 
+// Keys that all rows list alike are read for all of them; behind these every row goes on by itself. No row's weights,
+// not even those of 0, ever meet a value that the row does not see: it may be no number.
 template <class E>
 void attend_of(const Attention& a) {
-  int head = 0;
-  while (head < a.group) {
-    const int left = a.group - head;
-    if (left >= 4) {
-      attend_heads<E, 4>(a, head);
-      head += 4;
-    } else if (left == 3) {
-      attend_heads<E, 3>(a, head);
-      head += 3;
-    } else if (left == 2) {
-      attend_heads<E, 2>(a, head);
-      head += 2;
-    } else {
-      attend_heads<E, 1>(a, head);
-      head += 1;
-    }
+  alignas(64) float scores[kAttendQueries][kChunk];
+  Query queries[kAttendQueries];
+  const int group = a.group, num_queries = a.num_rows * group;
+  int least = kChunk, most = 0;
+  for (int i = 0; i < num_queries; ++i) {
+    const AttentionRow& row = a.rows[i / group];
+    const int h = i % group;
+    queries[i] = {row.q + static_cast<int64_t>(h) * a.cache.head_dim, row.end, scores[i],
+                  row.partial + static_cast<int64_t>(h) * (2 + a.cache.head_dim_pad)};
+    least = row.end < least ? row.end : least;
+    most = row.end > most ? row.end : most;
+  }
+  const int first = a.begin / 16 * 16;
+  int scored = a.alike < most ? a.alike / 16 * 16 : most;  // a block is one list of slots
+  scored = scored > first ? scored : first;
+  int summed = a.alike < least ? a.alike : least;
+  summed = summed > a.begin ? summed : a.begin;
+  const int32_t* longest = a.rows[0].slots;
+  for (int r = 1; r < a.num_rows; ++r) longest = a.rows[r].end == most ? a.rows[r].slots : longest;
+  all_scores<E>(a, queries, num_queries, longest, first, scored);
+  for (int r = 0; r < a.num_rows; ++r) {
+    all_scores<E>(a, queries + r * group, group, a.rows[r].slots, scored, a.rows[r].end);
+  }
+  for (int i = 0; i < num_queries; ++i) weigh(queries[i], a.begin);
+  all_values<E>(a, queries, num_queries, longest, a.begin, summed);
+  for (int r = 0; r < a.num_rows; ++r) {
+    all_values<E>(a, queries + r * group, group, a.rows[r].slots, summed, a.rows[r].end);
   }
 }
 
@@ -658,7 +786,19 @@ int top(float* x, const float* base, int n, int most, float* values, int32_t* in
 }
 
 void attend(const Attention& a) {
-  if (a.cache.dtype == kFloat32) {
+  if (a.group > kAttendQueries) {  // of one row
+    const int size = 2 + a.cache.head_dim_pad;
+    for (int h = 0; h < a.group; h += kAttendQueries) {
+      const int left = a.group - h;
+      AttentionRow row = a.rows[0];
+      row.q += static_cast<int64_t>(h) * a.cache.head_dim;
+      row.partial += static_cast<int64_t>(h) * size;
+      Attention some = a;
+      some.rows = &row;
+      some.group = left < kAttendQueries ? left : kAttendQueries;
+      attend(some);
+    }
+  } else if (a.cache.dtype == kFloat32) {
     attend_of<float>(a);
   } else {
     attend_of<uint16_t>(a);
@@ -749,27 +889,30 @@ void philox_bytes(uint64_t seed, uint32_t position, uint32_t purpose, int num_co
   }
 }
 
-inline float exp_one(float x) {
-  float lane[16];
-  vstore(lane, vexp(vset(x)));
-  return lane[0];
-}
-
-void combine(const float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad, float* out) {
+void combine(float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad, float* out) {
   for (int h = 0; h < group; ++h) {
-    const float* first = partial + static_cast<int64_t>(h) * (2 + head_dim_pad);
+    float* first = partial + static_cast<int64_t>(h) * (2 + head_dim_pad);
     float maximum = -kInfinity;
     for (int c = 0; c < chunks; ++c) {
       const float m = first[c * stride];
       maximum = m > maximum || m != m ? m : maximum;
     }
     float total = 0.0f;
-    for (int c = 0; c < chunks; ++c) total += exp_one(first[c * stride] - maximum) * first[c * stride + 1];
+    for (int from = 0; from < chunks; from += 16) {
+      const int count = chunks - from < 16 ? chunks - from : 16;
+      float weight[16] = {};
+      for (int i = 0; i < count; ++i) weight[i] = first[(from + i) * stride] - maximum;
+      vstore(weight, vexp(vload(weight)));
+      for (int i = 0; i < count; ++i) {
+        float* chunk = first + (from + i) * stride;
+        chunk[0] = weight[i];
+        total += weight[i] * chunk[1];
+      }
+    }
     for (int column = 0; column < head_dim; column += 16) {
       vf sum = vzero();
       for (int c = 0; c < chunks; ++c) {
-        const float weight = exp_one(first[c * stride] - maximum);
-        sum = vfma(vset(weight), vload(first + c * stride + 2 + column), sum);
+        sum = vfma(vset(first[c * stride]), vload(first + c * stride + 2 + column), sum);
       }
       store_partial(out + static_cast<int64_t>(h) * head_dim + column, vdiv(sum, vset(total)), head_dim - column);
     }

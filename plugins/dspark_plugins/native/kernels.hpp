@@ -14,7 +14,7 @@ constexpr int kPanel = 32;        // outputs of one weight panel
 constexpr int kStepBytes = 128;   // bytes of one panel step: 32 outputs x 4 bytes (1 float, 2 bf16 or 4 int8 inputs)
 constexpr int kGroup = 64;        // int8: inputs that share one activation scale
 constexpr int kChunk = 256;       // attention: keys of one softmax chunk, counted from position 0
-constexpr int kMaxGroup = 16;     // query heads of one key head
+constexpr int kAttendQueries = 24;  // query heads of all rows that attend together: 24 kB of scores, half a cache
 
 constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
 constexpr int inputs_per_step(Dtype dtype) { return dtype == kFloat32 ? 1 : dtype == kBfloat16 ? 2 : 4; }
@@ -64,20 +64,26 @@ struct CacheLayer {
   }
 };
 
-// One row, one key head, one chunk of keys.
+struct AttentionRow {
+  const float* q;        // [group, head_dim], scaled
+  const int32_t* slots;  // [end] slots of the chunk's keys
+  int32_t end;           // begin + 1..kChunk
+  float* partial;        // [group, 2 + head_dim_pad]: maximum, sum, weighted values
+};
+
+// Rows of one sequence, one key head, one chunk of keys.
 struct Attention {
   CacheLayer cache;
   int32_t kv_head;
-  int32_t group;         // query heads of this key head
-  const float* q;        // [group, head_dim], scaled
-  const int32_t* slots;  // [end] slots of the chunk's keys
-  int32_t begin;         // keys before it are outside the window
-  int32_t end;           // 1..kChunk
+  int32_t group;  // query heads of this key head
+  const AttentionRow* rows;
+  int32_t num_rows;      // num_rows * group is at most kAttendQueries
+  int32_t alike;         // the first keys, whose slots are those of every row that has so many
+  int32_t begin;         // keys before it are outside the window of every row
   const int32_t* next;   // [num_next] slots whose keys of head next_head are wanted next, and are fetched ahead
   int32_t num_next;
   int32_t next_head;
-  float* partial;        // [group, 2 + head_dim_pad]: maximum, sum, weighted values
-  uint8_t* staging;      // 4 * head_dim_pad * 16 floats
+  uint8_t* staging;      // kChunk * head_dim_pad floats
 };
 
 // Normalise, rotate and cache key heads [begin, end) of one row of the fused projection [heads + 2 * kv_heads,
@@ -111,8 +117,9 @@ struct Kernels {
   void (*prepare_row)(const float* x, const float* norm, float eps, int k, int k_pad, Dtype dtype, uint8_t* out);
   void (*heads)(const RowHeads& r);
   void (*attend)(const Attention& a);
-  // Merge the partials of `chunks` chunks, `stride` floats apart, into out [group, head_dim].
-  void (*combine)(const float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad,
+  // Merge the partials of `chunks` chunks, `stride` floats apart, into out [group, head_dim]; chunks' weights replace
+  // their maxima.
+  void (*combine)(float* partial, int chunks, int64_t stride, int group, int head_dim, int head_dim_pad,
                   float* out);
   void (*argmax)(const float* x, int n, int32_t* index, uint8_t* finite);
   // Of x + base (x alone where base is null), which is left in x: the `most` largest values in falling order, the lowest

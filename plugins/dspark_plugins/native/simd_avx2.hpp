@@ -18,7 +18,10 @@ constexpr int kRowBlock = 2;      // rows whose accumulators of a whole panel li
 constexpr int kRowBlockHalf = 6;  // of half a panel
 constexpr int kRowBlockInt8 = 4;  // the same, int8
 constexpr bool kWholeBlocks = true;  // six rows and two beat four and four: eight accumulators wait for each other
-constexpr bool kWideRegisters = false;
+constexpr int kExpTogether = 2;
+// Six queries share a loaded key or value: pairs of registers for six sums and what they share, one pair is left. Fewer
+// sums would wait for each other.
+constexpr int kAttendTile = 6, kAttendRegisters = 7;
 constexpr bool kPrefetchAlone = true;
 constexpr bool kWideBfloat16 = true;  // bfloat16 is multiplied as float
 #if defined(DSPARK_VNNI)

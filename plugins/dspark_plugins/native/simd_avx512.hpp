@@ -13,7 +13,9 @@ using vw = __m512i;  // 64 bytes of packed weights: one step of 16 outputs
 constexpr int kRowBlock = 8;  // rows whose accumulators of a whole panel live in registers
 constexpr int kRowBlockHalf = 8, kRowBlockInt8 = 8;  // nothing to gain from half panels
 constexpr bool kWholeBlocks = false;
-constexpr bool kWideRegisters = true;
+constexpr int kExpTogether = 4;
+// Six queries share a loaded key or value, four vectors of these share a query: 24 sums and the four, one of 32 is left.
+constexpr int kAttendTile = 6, kAttendRegisters = 31;
 constexpr bool kWideBfloat16 = false;
 constexpr bool kOffsetInt8 = true;  // VPDPBUSD takes weight bytes with their offset of 128
 constexpr bool kPrefetchAlone = false;  // one row of int8 is read faster by loads alone

@@ -18,7 +18,8 @@ struct vw {
 
 constexpr int kRowBlock = 2, kRowBlockHalf = 2, kRowBlockInt8 = 2;
 constexpr bool kWholeBlocks = false;
-constexpr bool kWideRegisters = false;
+constexpr int kExpTogether = 1;
+constexpr int kAttendTile = 3, kAttendRegisters = 3;  // as measured with SSE2, whose four registers are one vf
 constexpr bool kWideBfloat16 = true;
 constexpr bool kOffsetInt8 = true;
 constexpr bool kPrefetchAlone = true;
