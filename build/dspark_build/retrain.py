@@ -16,6 +16,7 @@ from dspark.models.loading import load_target
 
 from dspark_build.block_records import Asked, BlockRecords, decode
 from dspark_build.drafter_gain import LEAST_PROMPTS, gain_of
+from dspark_build.files import write_atomically
 from dspark_build.folder_lock import locked_folder, remove_abandoned
 from dspark_build.progress import StopSignal, say
 from dspark_build.retrain_checks import (
@@ -57,7 +58,7 @@ def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="what servers recorded (`dspark serve --record FOLDER`); they may go on",
+        help="what servers recorded (`dspark serve --record FOLDER`); they may go on meanwhile",
     )
     parser.add_argument(
         "--data",
@@ -71,7 +72,7 @@ def add_retrain_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         type=Path,
-        help="new folder: the work, and drafter/ where it is accepted further; the same command resumes",
+        help="new folder: the work, and drafter/ where its gain is more than chance; the same command resumes",
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="of training (default %(default)g)")
     parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate (default %(default)g)")
@@ -139,7 +140,10 @@ def _collect(args: argparse.Namespace, config: TargetConfig, *, num_layers: int)
         parts = _parts(args, config, num_layers=num_layers)
         fresh = data.with_name(f".{_DATA}.part")
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
-        fresh.mkdir(mode=0o700)  # it holds what users of the server wrote
+        try:
+            fresh.mkdir(mode=0o700)  # it holds what users of the server wrote
+        except OSError as error:
+            raise ConfigError(f"--out: {args.out} cannot be written: {error}") from error
         for name, part in (("learn", parts.learn), ("rate", parts.rate), ("check", parts.check)):
             write_part(fresh / name, part, target_hash=config.model_hash, held_out=name == "check")
         write_settings(args, fresh, target_hash=config.model_hash)
@@ -313,7 +317,9 @@ def _keep(source: Path, target: Path) -> None:
     remove_abandoned(target.parent, f"{_FRESH}*")
     fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target.parent))
     try:
-        shutil.copytree(source, fresh, dirs_exist_ok=True)
+        for path in sorted(source.iterdir()):
+            with path.open("rb") as read:
+                write_atomically(fresh / path.name, lambda file, read=read: shutil.copyfileobj(read, file))  # type: ignore[misc]
         fresh.chmod(0o755)
         if target.exists():  # of an earlier end of the same command
             os.rename(target, Path(tempfile.mkdtemp(prefix=_FRESH, dir=target.parent)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dspark.drafters.checkpoint import load_drafter_checkpoint, save_drafter_checkpoint, tensor_shapes
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import CapacityError, CheckpointError, ConfigError
 from dspark.models.config import DrafterConfig, RopeConfig
 from dspark.models.loading import load_target
 from dspark_build import retrain
@@ -254,7 +255,8 @@ def test_a_part_is_read_as_it_was_written(tmp_path):
 def command(home: Path, out: Path, *extra: str) -> list[str]:
     drafter = home / "run" / "drafter"
     paths = ["--target", home / "target", "--drafter", drafter, "--traffic", home / "traffic", "--out", out]
-    return ["retrain", *map(str, paths), "--minutes", "0.01", "--sequences", "3", "--anchors", "4", *extra]
+    few = ["--minutes", "0.01", "--sequences", "3", "--anchors", "4", "--threads", "1"]
+    return ["retrain", *map(str, paths), *few, *extra]
 
 
 def test_a_drafter_goes_on_from_traffic_and_is_kept_only_where_it_is_accepted_further(
@@ -373,6 +375,12 @@ def test_answers_to_few_prompts_are_refused_telling_why(home, tmp_path, capsys):
     assert "200 answers, but to 1 different prompts only" in capsys.readouterr().err
 
 
+def test_an_out_that_cannot_be_written_is_refused(home, tmp_path, capsys):
+    (tmp_path / ".answers.part").write_text("in the way")
+    assert main(command(home, tmp_path)) == 2
+    assert f"--out: {tmp_path} cannot be written" in capsys.readouterr().err
+
+
 def test_an_out_is_gone_on_with_under_the_same_options_only(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(retrain, "_run", lambda *_: None)
     monkeypatch.setattr(retrain, "_compare", lambda *_, **__: 0)
@@ -485,19 +493,19 @@ def test_a_kept_drafter_is_whole_or_not_there(tmp_path, monkeypatch):
         for part in ("config.json", "model.safetensors"):
             (tmp_path / name / part).write_text(text)
     (tmp_path / "out" / "drafter" / "calibration.json").write_text("of the old one")
-    copied = []
+    copy = shutil.copyfileobj
 
-    def torn(source, target, **_options):
-        shutil.copy(source / "config.json", target)
-        copied.append(target)
-        raise OSError("killed")
+    def torn(source, target):
+        if source.name.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copy(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copytree", torn)
-        with pytest.raises(OSError, match="killed"):
+        patch.setattr(shutil, "copyfileobj", torn)
+        with pytest.raises(CapacityError, match="disk full"):
             retrain._keep(tmp_path / "new", tmp_path / "out" / "drafter")
     texts = {path.name: path.read_text() for path in (tmp_path / "out/drafter").iterdir()}
-    assert texts["config.json"] == texts["model.safetensors"] == "old" and copied
+    assert texts["config.json"] == texts["model.safetensors"] == "old"
     retrain._keep(tmp_path / "new", tmp_path / "out" / "drafter")
     texts = {path.name: path.read_text() for path in (tmp_path / "out/drafter").iterdir()}
     assert texts == {"config.json": "new", "model.safetensors": "new"}
