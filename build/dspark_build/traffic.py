@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-SHARD_SIZE = 256
+SHARD_SIZE = 64  # a shard's features are in memory while they are made
 _PARTS = 10  # a tenth of the prompts rates, a tenth checks, the rest is learnt from
 _MOST_TEMPERATURE = 1e30  # which a float32 holds
 _LEAST_TOKENS = 2  # of an answer: the first comes from the prompt's pass, a drafter drafts those behind it
