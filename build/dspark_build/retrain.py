@@ -148,7 +148,7 @@ def _collect(args: argparse.Namespace, config: TargetConfig, *, num_layers: int)
             write_part(fresh / name, part, target_hash=config.model_hash, held_out=name == "check")
         write_settings(args, fresh, target_hash=config.model_hash)
         fresh.rename(data)
-    return read_part(data / "check")
+    return list(read_part(data / "check"))
 
 
 def _commands(args: argparse.Namespace, served: DrafterConfig, *, max_tokens: int) -> list[list[str]]:
@@ -224,7 +224,8 @@ def _parts(args: argparse.Namespace, config: TargetConfig, *, num_layers: int) -
         ),
         tell=say,
     )
-    parts = split_traffic(answers)
+    mixed_in = {answer.prompt_ids for folder in args.data for answer in read_part(folder)}
+    parts = split_traffic(answers, learnt=mixed_in)
     named = {"learn from": parts.learn, "rate": parts.rate, "check": parts.check}
     prompts = {name: len({a.prompt_ids for a in part}) for name, part in named.items()}
     say(

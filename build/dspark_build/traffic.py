@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -258,31 +258,35 @@ def _temperature(given: object) -> float | None:
     return float(given)
 
 
-def split_traffic(answers: Sequence[RecordedAnswer]) -> TrafficParts:
-    """Deal answers out by a digest of their prompt: the same prompt goes the same way in every run."""
+def split_traffic(
+    answers: Sequence[RecordedAnswer], *, learnt: Container[tuple[int, ...]] = frozenset()
+) -> TrafficParts:
+    """Deal answers out by a digest of their prompt: the same prompt goes the same way in every run.
+
+    Arguments:
+        learnt: prompts that are learnt from in any case, so that nothing is rated or checked with them.
+    """
     parts = TrafficParts(learn=[], rate=[], check=[])
     for answer in answers:
         digest = hashlib.sha256(repr(answer.prompt_ids).encode()).digest()
-        kind = int.from_bytes(digest[:4], "big") % _PARTS
+        kind = -1 if answer.prompt_ids in learnt else int.from_bytes(digest[:4], "big") % _PARTS
         (parts.rate if kind == 0 else parts.check if kind == 1 else parts.learn).append(answer)
     return parts
 
 
-def read_part(folder: Path) -> list[RecordedAnswer]:
-    """Return the answers that `write_part` wrote."""
-    answers = []
+def read_part(folder: Path) -> Iterator[RecordedAnswer]:
+    """Yield the answers that `write_part` or `dspark-build data` wrote."""
     for index in range(load_manifest(folder).num_shards):
+        if not shard_path(folder, index).exists():  # left out, or not made yet
+            continue
         shard = AnswerShard.load(shard_path(folder, index))
         for i in range(len(shard)):
             ids, start = shard.sequence(i).tolist(), int(shard.prompt_len[i])
-            answers.append(
-                RecordedAnswer(
-                    prompt_ids=tuple(ids[:start]),
-                    output_ids=tuple(ids[start:]),
-                    temperature=float(shard.temperature[i]),
-                )
+            yield RecordedAnswer(
+                prompt_ids=tuple(ids[:start]),
+                output_ids=tuple(ids[start:]),
+                temperature=float(shard.temperature[i]),
             )
-    return answers
 
 
 def write_part(

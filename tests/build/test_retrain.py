@@ -72,7 +72,7 @@ def home(tmp_path_factory) -> Path:
     assert main(["train", *train, *shape]) == 0
     answers = [
         {"prompt_ids": list(a.prompt_ids), "output_ids": list(a.output_ids), "temperature": a.temperature}
-        for a in answers_of(read_part(folder / "data"), 120)
+        for a in answers_of(list(read_part(folder / "data")), 120)
     ]
     record(folder / "traffic", answers, target_hash=load_target(folder / "target").config.model_hash)
     return folder
@@ -241,13 +241,27 @@ def test_a_prompt_goes_one_way_in_every_run_and_nine_of_ten_are_not_checked():
     assert set(again.check) == set(parts.check) and set(again.rate) == set(parts.rate)
 
 
+def test_nothing_is_checked_with_a_prompt_that_data_mixed_in_teaches(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrain, "_run", lambda *_: None)
+    monkeypatch.setattr(retrain, "_compare", lambda *_, **__: 0)
+    target_hash = load_target(home / "target").config.model_hash
+    assert main(command(home, tmp_path / "plain")) == 0
+    checked = list(read_part(tmp_path / "plain" / "answers" / "check"))
+    (tmp_path / "data" / "features-0-2").mkdir(parents=True)
+    write_part(tmp_path / "data", checked[:3], target_hash=target_hash)
+    assert main(command(home, tmp_path / "mixed", "--data", str(tmp_path / "data"))) == 0
+    assert list(read_part(tmp_path / "mixed" / "answers" / "check")) == checked[3:]
+    learnt = {a.prompt_ids for a in read_part(tmp_path / "mixed" / "answers" / "learn")}
+    assert learnt >= {a.prompt_ids for a in checked[:3]}
+
+
 def test_a_part_is_read_as_it_was_written(tmp_path):
     answers = [
         RecordedAnswer(prompt_ids=(i % 300, 5), output_ids=(6,) * (1 + i % 4), temperature=(i % 3) / 2)
         for i in range(600)
     ]
     write_part(tmp_path, answers, target_hash="h")
-    assert read_part(tmp_path) == answers
+    assert list(read_part(tmp_path)) == answers
     with pytest.raises(ConfigError, match="prompts_hash"):
         write_part(tmp_path, answers[:-1], target_hash="h")
 
@@ -412,7 +426,7 @@ def test_a_run_that_was_killed_while_it_read_is_begun_anew(home, tmp_path, monke
     )
     assert main(command(home, tmp_path)) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["answers"]
-    assert len(read_part(tmp_path / "answers" / "learn")) > 50
+    assert len(list(read_part(tmp_path / "answers" / "learn"))) > 50
 
 
 def test_where_calibration_has_too_few_blocks_the_drafters_are_compared_all_the_same(
