@@ -225,7 +225,7 @@ def measure_whole_answers(bench: Bench) -> Iterator[Line]:
 
 def measure_ngram(bench: Bench) -> Iterator[Line]:
     """Prompt look-up against plain decoding at one request, on text that is copied and on text that is new."""
-    engine, most = bench.engine(), 2 * bench.args.max_tokens
+    engine, most = bench.engine(), bench.args.max_tokens
     kinds = {"repeats": REPEATING, "is new": NEW}
 
     def turns(round_number: int) -> dict[str, Callable[[], float]]:
@@ -362,7 +362,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=3, help="behind one that warms up; default: %(default)s"
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens an answer; default: %(default)s")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        help="tokens an answer; default: %(default)s, which is a request's own default",
+    )
     parser.add_argument(
         "--max-answer", type=int, default=512, help="most tokens of a whole answer; default: %(default)s"
     )
