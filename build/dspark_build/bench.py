@@ -270,7 +270,7 @@ def measure_ngram(bench: Bench) -> Iterator[Line]:
 def measure_server(bench: Bench) -> Iterator[Line]:
     """Sixteen gRPC streams through a real tritonserver against the same engine in process; the stub's memory."""
     engine, most = bench.engine(), bench.args.max_tokens
-    with ServedEngine({**bench.settings, "cache_bytes": "64MiB"}, progress=say) as served:
+    with ServedEngine({**bench.settings, "cache_bytes": "256MiB"}, progress=say) as served:
 
         def turns(round_number: int) -> dict[str, Callable[[], float]]:
             many = bench.prompts(MIXED, 2000 + round_number)
