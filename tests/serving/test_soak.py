@@ -20,7 +20,7 @@ from support.server import command, model_process, server_process, shared_memory
 pytestmark = pytest.mark.server
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-NUM_CANCELS = int(os.environ.get("DSPARK_TEST_CANCELS", "500"))
+NUM_CANCELS = int(os.environ.get("DSPARK_TEST_CANCELS", "300"))
 SOAK_S = float(os.environ.get("DSPARK_TEST_SOAK_S", "4"))
 NUM_CLIENTS = 24
 # Fewer places than clients: some wait. A small cache: all of its memory is touched before the first look.
