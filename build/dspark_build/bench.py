@@ -35,6 +35,7 @@ __all__ = ["SECTIONS", "main"]
 DEFAULT_DRAFTER = "model_repository/dspark/1/drafter"
 DEFAULT_TARGET = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_BEFORE_LOOPS = 128  # tokens; longer new text of a small model repeats itself, and is new no more
 _GROWTH_BYTES = 8e6  # allocators round; a leak of a request's worth, 10 kB, would be 10 MB
 
 
@@ -225,7 +226,7 @@ def measure_whole_answers(bench: Bench) -> Iterator[Line]:
 
 def measure_ngram(bench: Bench) -> Iterator[Line]:
     """Prompt look-up against plain decoding at one request, on text that is copied and on text that is new."""
-    engine, most = bench.engine(), bench.args.max_tokens
+    engine, most = bench.engine(), min(bench.args.max_tokens, _BEFORE_LOOPS)
     kinds = {"repeats": REPEATING, "is new": NEW}
 
     def turns(round_number: int) -> dict[str, Callable[[], float]]:
